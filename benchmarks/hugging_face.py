@@ -243,7 +243,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
         return time.perf_counter() - begin_s
 
     (folder / "line.jsonl").write_text('{"text": "one"}\n')
-    # Run it once before measuring, because the first run imports the module that writes tokens.
+    # Run ``preprocess`` once before measuring, because its first call imports modules.
     preprocess_s(folder / "line.jsonl", 1)
     rows = []
     for workers in sorted({1, os.cpu_count() or 1}):

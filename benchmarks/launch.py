@@ -1,4 +1,4 @@
-"""Compares the startup time of a job with torchrun.
+"""Compares the startup times of jobs under ``job launch`` and under torchrun.
 
     python benchmarks/launch.py [--quick] [--json FILE]
 
@@ -27,7 +27,7 @@ from harness.report import Result, measure, measured, parser_of, ratios  # noqa:
 
 LIMIT_S = 240.0
 MOST_START = 1.1
-"""Maximum ratio of the startup time to that of torchrun."""
+"""Maximum startup time, as a multiple of torchrun's startup time."""
 COMMANDS = {
     "launch": "-m megatron.adaptive job launch --standalone --nproc-per-node 2",
     "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2",

@@ -44,14 +44,14 @@ MODEL = (
 )
 MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
-"""Maximum step time with slices relative to that without, by number of pipeline ranks."""
+"""Maximum ratio of step times with and without slices, keyed by the number of pipeline ranks."""
 RANKS = 8
 FORWARD_S = 0.8
 """Duration in seconds of the forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
 EFFICIENCY = {8: 0.95, 16: 0.97, 32: 0.98}
-"""Minimum efficiency of steps with slices, by number of sequences per step."""
+"""Minimum efficiency of steps with slices, keyed by the number of sequences per step."""
 ATTENTION = 0.6
 WHOLE, SLICED, INTERLEAVED = "whole", "slices", "interleaved"
 

@@ -74,7 +74,7 @@ FEATURES = {
     ],
 }
 MOST_READ_SHARE = 0.005
-"""Maximum ratio of the time to read the counters of the machine to the step time."""
+"""Maximum time to read the machine's counters, as a fraction of the step time."""
 MOST_BYTES = 3000
 """Maximum number of bytes that details of traces add per rank and step."""
 UNITS = {"s": "longer steps", "cpu_s": "more processor time"}

@@ -49,7 +49,10 @@ def emulated(options: argparse.Namespace) -> Result:
     steps = table.make_table(records, times=times, seed=options.seed, **shape)
     title = f"{options.ranks} ranks, {options.microbatches} microbatches"
     print(f"### {title}: speed-up over {competitors.BASELINE}\n\n{table.markdown(steps)}")
-    print(f"F, B and W of half a rank: {options.chunk_ms:g} ms each; {os.cpu_count()} processors\n")
+    print(
+        f"F, B and W for half of a rank's layers: {options.chunk_ms:g} ms each; "
+        f"{os.cpu_count()} processors\n"
+    )
     if options.chart is not None:
         table.chart(steps, f"{title}, emulated compute (outlined: rules)", options.chart)
     return Result(rows=table.goals(steps, **shape), facts={"emulated": {**plan, "steps": records}})
@@ -63,7 +66,7 @@ def gpt(options: argparse.Namespace) -> Result:
 
 
 def costs(_: argparse.Namespace) -> Result:
-    """Measures the cost of decisions, for the part ``costs``."""
+    """Measures the cost of scheduling decisions, for the part ``costs``."""
     return Result(rows=schedule_costs.measure())
 
 
@@ -75,17 +78,17 @@ def main() -> int:
     parser = parser_of(
         __doc__, tuple(PARTS), ("run fewer cases and competitors, within three minutes")
     )
-    parser.add_argument("--chart", type=Path, help="draw the speed-ups as PNG")
+    parser.add_argument("--chart", type=Path, help="PNG file for a chart of the speed-ups")
     parser.add_argument("--rounds", type=int, help="number of rounds of part gpt")
     group = parser.add_argument_group("part emulated")
-    group.add_argument("--seed", type=int, default=1, help="seed of all draws (1)")
+    group.add_argument("--seed", type=int, default=1, help="seed of the random durations (1)")
     group.add_argument(
         "--chunk-ms",
         type=float,
         default=8.0,
-        help="mean time of F, of B and of W of half a rank (8)",
+        help="mean duration in ms of F, B and W for half of a rank's layers (8)",
     )
-    group.add_argument("--repetitions", type=int, help="steps of each competitor in each case")
+    group.add_argument("--repetitions", type=int, help="number of steps per competitor and case")
     group.add_argument("--ranks", type=int, default=8, help="number of ranks (8)")
     group.add_argument(
         "--microbatches", type=int, default=32, help="number of microbatches of a step (32)"

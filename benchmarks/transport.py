@@ -41,12 +41,11 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (MIB, 4 * MIB, 16 * MIB)
 LEAST_OF_MEMCPY = 0.9
 MOST_OF_WAKE = 1.0
-"""Maximum ratio of the time of a small message to the time to wake a sleeping thread.
-"""
+"""Maximum time of a small message, as a multiple of the time to wake a sleeping thread."""
 MOST_COPIES = 4.0
 """Maximum time that messages add to a microbatch, relative to the time to copy a message."""
 MOST_OVER_GLOO = 1.02
-"""Maximum step time relative to that with gloo, with more ranks than CPUs."""
+"""Maximum step time relative to the step time with gloo, with more ranks than CPUs."""
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
@@ -59,7 +58,7 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Runs MPI and UCX, and returns their samples, and a reason if samples are missing.
+    """Runs MPI and UCX, and returns their samples and the reason why samples are missing.
 
     ``plan`` contains the settings of the processes. The samples are keyed by library. The reason is
     empty if no samples are missing.
@@ -155,8 +154,8 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in its own processes, so compare it with the copies in the same
-        # processes.
+        # Each library ran in its own processes, so compare its speed with that of a memcpy in the
+        # same processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
@@ -272,7 +271,7 @@ def main() -> int:
     Returns 1 if a goal is missed, 2 if nothing can be measured, and otherwise 0.
     """
     parser = parser_of(__doc__, ("messages", "1f1b", "ranks"), "fewer repetitions")
-    parser.add_argument("--chart", type=Path, help="draw bandwidth over size as PNG")
+    parser.add_argument("--chart", type=Path, help="PNG file for a chart of bandwidths")
     parser.add_argument(
         "--repetitions", type=int, help="number of repetitions of each measurement, at least 5"
     )

@@ -69,8 +69,8 @@ def dealing(*, quick: bool) -> Result:
         )
     ideal = quiet * 2 / (1 + 1 / FACTOR)
     print(
-        f"a replica x{FACTOR:g}: steps of {quiet:.0f} ms without it, {even:.0f} ms in turns, "
-        f"{balanced:.0f} ms dealt, {ideal:.0f} ms ideally"
+        f"step time with a replica slowed x{FACTOR:g}: {quiet:.0f} ms without the slowdown, "
+        f"{even:.0f} ms round-robin, {balanced:.0f} ms balanced, {ideal:.0f} ms ideal"
     )
     regained = Row(
         what=f"DP 2, a replica x{FACTOR:g}: share of the ideal that is regained",

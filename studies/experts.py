@@ -38,7 +38,7 @@ REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")
 SHARE, WEIGHTS, SLOW, SIGMA = 0.4, 0.6, 1.3, 0.3
 GOALS = {"quiet": 0.99, f"jitter {SIGMA}": 1.08, f"an expert rank {SLOW} times slower": 1.05}
-"""Minimum speed of the rule ``adaptive`` relative to the combined order, keyed by scenario."""
+"""Minimum speed of the rule ``adaptive`` relative to ``combined-1f1b``, keyed by scenario."""
 LEAST_HIDDEN, LEAST_GAIN, MOST_AGREEMENT_US = 0.9, 1.24, 20.0
 _LIMIT_S = 900.0
 _LEAD_S = 0.01
@@ -252,7 +252,10 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step. Returns its seconds and the fraction of exchange time that was hidden."""
+        """Runs a step.
+
+        Returns the duration in seconds, and the fraction of exchange time hidden by other actions.
+        """
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]
@@ -308,8 +311,8 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
     for scenario in GOALS:
         seconds[scenario] = {name: [] for name in SCHEDULES}
         for seed in range(plan["repetitions"]):
-            # The interleaved schedule has no overlap. It is compared only in the scenario without
-            # slow ranks.
+            # The interleaved schedule, which does not overlap actions with exchanges, is compared
+            # only in the scenario without slow ranks.
             for name in SCHEDULES if scenario == "quiet" else SCHEDULES[1:]:
                 taken, share = own.step(name, scenario, seed)
                 seconds[scenario][name].append(taken)

@@ -127,10 +127,10 @@ class Case:
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight"):
             if len(getattr(self, name)) != self.stages:
-                raise ValueError(f"{self.id}: {name} needs one duration for each of {self.stages}")
+                raise ValueError(f"{self.id}: {name} must have {self.stages} durations")
         if any(w % self.weight_pieces for w in self.weight):
             raise ValueError(
-                f"{self.id}: W of {self.weight} is not a multiple of the number of pieces"
+                f"{self.id}: the durations {self.weight} of W must be divisible by weight_pieces"
             )
 
     @property
@@ -143,7 +143,7 @@ class Case:
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Returns the latency of a message from ``stage`` to the next stage, or vice versa."""
+        """Returns the latency of messages between ``stage`` and the next stage."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:
@@ -193,7 +193,7 @@ class Case:
 
 
 def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
-    """Returns the longest chains before the start and after the end of each cell."""
+    """Returns the durations of the longest chains before and after each cell."""
     heads: Starts = {}
     cells = list(case.cells())
     tails = dict.fromkeys(cells, 0)
@@ -214,9 +214,8 @@ def lower_bound(case: Case) -> int:
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # Sort the cells by descending tail, which is the longest chain after a cell. Then the
-        # tails of all cells in the sum ``work`` are at least as long as the tail of the current
-        # cell.
+        # Sort the cells by descending tail (the longest chain after a cell), so that no cell in
+        # the sum ``work`` has a shorter tail than the current cell.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0
@@ -246,7 +245,7 @@ def check(case: Case, starts: Starts) -> None:
     for cell, start in starts.items():
         for other, gap in case.before(cell):
             if start < starts[other] + case.duration(other) + gap:
-                raise ValueError(f"{case.id}: {cell} starts before {other} has arrived")
+                raise ValueError(f"{case.id}: {cell} starts before the result of {other} arrives")
     for rank in range(case.ranks):
         own = sorted((start, c) for c, start in starts.items() if case.rank_of(c[1]) == rank)
         for (start, cell), (following, other) in pairwise(own):

@@ -12,7 +12,7 @@ The parts are:
 - ``large``: Searches plans for a cluster of 1,024 GPUs.
 - ``small``: Compares plans for small problems with brute force.
 - ``own``: Predicts plans of a small GPT, and runs them on this otherwise idle machine.
-- ``experts``: Does the same for a GPT with experts, from the output of ``profile``.
+- ``experts``: Measures a profile of a GPT with experts, predicts its plans, and runs them.
 
 ``DIR`` is a folder with the published data sets (``fasop``, ``amp``, ``sailor``); missing sets are
 skipped. Each part prints its rows when it is done. If a part fails, its row shows the reason, and
@@ -88,14 +88,14 @@ def main() -> int:
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="only predict the runs of these data sets",
+        help="data sets whose runs are predicted; no parts are run",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--keep", type=Path, metavar="DIR", help="store the traces of the runs in this folder"
+        "--keep", type=Path, metavar="DIR", help="folder in which to store the traces of the runs"
     )
     where.add_argument(
-        "--kept", type=Path, metavar="DIR", help="predict the stored runs of this folder again"
+        "--kept", type=Path, metavar="DIR", help="folder with stored runs to predict again"
     )
     options = parser.parse_args()
     data, quick = options.data, options.quick

@@ -95,7 +95,7 @@ class Cell:
 
 
 def cells(latency: float) -> Iterator[Cell]:
-    """Yields all cells with the latency ``latency``."""
+    """Yields all configurations (cells) of the study with the latency ``latency``."""
     for ranks, per_rank, work in product(RANKS, PER_RANK, WORK):
         yield Cell(ranks=ranks, microbatches=per_rank * ranks, work=work, latency=latency)
 
@@ -287,7 +287,7 @@ def worst_draws() -> list[Row]:
             if cell.work != work or cell.microbatches < 2 * cell.ranks:
                 continue
             rule = _rule("adaptive", "v", cell, 2, True)
-            # Draws affect small pipelines most, so simulate more draws of small pipelines.
+            # Results of small pipelines vary most between random draws, so simulate more draws.
             for seed in range(FRESH.start, FRESH.start + max(4, 800 // cell.ranks)):
                 bound_s = cell.bound_s(rule.placement, (seed,))
                 found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))

@@ -213,8 +213,8 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
 def partition_of(way: Way) -> tuple[int, ...]:
     """Returns the number of layers of each stage for the configuration ``way``.
 
-    For the mean microbatch, the largest stage is as small as possible. For a fixed order or a
-    frozen encoder, a search then moves single layers until this no longer makes the simulated steps
+    The largest stage is as small as possible for the mean microbatch. For a fixed order or a frozen
+    encoder, a search then moves single layers between stages as long as the simulated steps become
     shorter.
     """
     steps = [images_of(SEED + number, MICROBATCHES) for number in range(6)]

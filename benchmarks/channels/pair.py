@@ -22,7 +22,7 @@ from .copies import Copies
 from .links import open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
-"""Total number of bytes of all payloads that have the same size. Exceeds the caches."""
+"""Total number of bytes of all payloads of the same size, which is more than fits in the caches."""
 PING_BYTES = 1 << 10
 ROUNDS, WARMUPS = 2000, 20
 _TOKEN_BYTES = 8

@@ -129,7 +129,8 @@ class Pipeline:
 
         Args:
             name: Name of the transport.
-            transport: Transport of the step, or ``None`` for the *alone* step.
+            transport: Transport of the step, or ``None`` to run the step
+                without messages.
             microbatches: Number of microbatches.
         """
         transport = transport or self._alone

@@ -64,7 +64,7 @@ class _Call(LayerCall):
         yield self.weight, _SHARE
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the same number for all layers, because all parts of W are equal."""
+        """Returns 1 for every layer, because all parts of W take the same time."""
         return 1.0
 
     @property
@@ -111,10 +111,7 @@ class _Chunk(StepChunk):
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that all microbatches have contributed to the gradient of each layer.
-
-        There are ``num_microbatches`` microbatches.
-        """
+        """Checks that all ``num_microbatches`` microbatches have contributed to each gradient."""
         for weight in self._weights():
             self.check_sum(weight.main_grad, num_microbatches)
 

@@ -16,10 +16,9 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Minimum ratio of a step's simulated to its measured duration.
-"""
+"""Minimum simulated duration of a step, as a fraction of the measured duration."""
 LEAST_OF_GAIN = 0.97
-"""Minimum ratio of the measured gain over another order to the simulated gain."""
+"""Minimum measured gain over another order, as a fraction of the simulated gain."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
@@ -50,7 +49,7 @@ class Steps:
 
     @property
     def of_bound(self) -> float:
-        """Returns the median over all steps of the ratio of simulated to measured duration."""
+        """Returns the ratio of simulated to measured step time, as the median over all steps."""
         return statistics.median(
             self.simulated_s[number] / seconds for number, seconds in self.measured_s.items()
         )
@@ -120,7 +119,7 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median over all repetitions of the ratio of ``slower`` to ``faster``."""
+    """Returns ``slower`` divided by ``faster``, as the median over all repetitions."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 
@@ -156,10 +155,10 @@ def markdown(table: Table) -> str:
 
 
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
-    """Returns rows that compare steps with their simulations, and rules with fixed orders.
+    """Compares measured with simulated step times, and run-time rules with fixed orders.
 
-    ``table`` contains the steps of a pipeline with ``ranks`` ranks and ``microbatches``
-    microbatches per step.
+    Returns one row for each comparison. ``table`` contains the steps of a pipeline with ``ranks``
+    ranks and ``microbatches`` microbatches per step.
     """
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
     of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
@@ -198,10 +197,9 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields the gain of ``policy`` over each fixed order that needs no more memory.
+    """Compares ``policy`` with each fixed order that stores at most ``cap`` microbatches.
 
-    A fixed order needs no more memory if it holds at most ``cap`` microbatches. Each gain is
-    yielded with the names of the order and the scenario.
+    Yields pairs of a gain and a text with the names of the order and the scenario.
     """
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:

@@ -1,6 +1,6 @@
 """Runs the ranks of the emulated pipeline. All competitors alternate on these ranks.
 
-All ranks begin a step at the same time of the machine's clock. The makespan of a step is the time
+All ranks agree on the time at which they begin a step. The makespan of a step is the time from then
 until the last rank has finished.
 """
 

@@ -43,8 +43,8 @@ class Kept {
   std::shared_ptr<DropList> drops_;
 };
 
-// Like Kept, for the storage of a tensor. Looks up the storage only if the channel needs an owner,
-// and holds the GIL during the lookup.
+// Like Kept, but keeps the storage of a tensor. Looks up the storage only if the channel needs an
+// owner, and holds the GIL during the lookup.
 class KeptStorage {
  public:
   KeptStorage(PyObject* tensor, const std::shared_ptr<DropList>& drops)
@@ -57,7 +57,7 @@ class KeptStorage {
 };
 
 // Returns a new reference to the tensor's storage. A reference to the tensor would not be enough,
-// because its user may replace its storage before the message is sent.
+// because the program may give the tensor another storage before the message is sent.
 PyObject* storage_of(PyObject* tensor);
 
 // Creates the link to the peer, over which a channel is opened. Called without the GIL.

@@ -2,7 +2,7 @@
 // channels are in node.cc. Only files in this folder include Python's headers.
 //
 // Blocking calls release the GIL. Waits return to Python about every 100 ms, so that signal
-// handlers run. Exceptions of the core become the ones in megatron.adaptive.errors.
+// handlers run. The core's exceptions are converted to the classes in megatron.adaptive.errors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -48,8 +48,8 @@ template <typename Log>
 struct End {
   explicit End(Log value) : log(std::move(value)) {}
 
-  // Calls `try_now`, and then `wait` if nothing was ready. Throws DeadlineError with the text that
-  // `late` returns if the time passes.
+  // Calls `try_now`, and then `wait` if nothing was ready. If nothing is ready after `timeout_s`,
+  // throws DeadlineError with the text that `late` returns.
   template <typename TryNow, typename Wait, typename Late>
   void act(double timeout_s, const TryNow& try_now, const Wait& wait, const Late& late) {
     const Busy guard(busy, "use one end of a decision log");

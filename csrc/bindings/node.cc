@@ -473,7 +473,7 @@ ElementType element_of(PyObject* code) {
   return dtype;
 }
 
-// step, kind, chunk, microbatch
+// `args` begins with step, kind, chunk and microbatch.
 void fill_label(Message& message, PyObject* const* args) {
   message.step = as_int(args[0]);
   message.kind = static_cast<MessageKind>(narrow<std::uint8_t>(args[1], "kind"));
@@ -484,7 +484,7 @@ void fill_label(Message& message, PyObject* const* args) {
   message.microbatch = narrow<std::int32_t>(args[3], "microbatch");
 }
 
-// step, kind, chunk, microbatch, dtype_code, variant, shape
+// `args` contains step, kind, chunk, microbatch, dtype_code, variant and shape.
 Message message_from(PyObject* const* args) {
   Message message;
   fill_label(message, args);

@@ -87,7 +87,8 @@ struct ElementCode {
   std::uint8_t variant;
 };
 
-// Variants as in megatron/adaptive/transport/interface.py. Complex types are omitted on purpose.
+// The variants are those of megatron/adaptive/transport/interface.py. Complex types are omitted,
+// because their elements may be conjugated lazily.
 constexpr ElementCode kElements[] = {
     {kDlFloat, 32, ElementType::kFloat32, 0},      {kDlBfloat, 16, ElementType::kBFloat16, 0},
     {kDlFloat, 16, ElementType::kFloat16, 0},      {kDlFloat, 64, ElementType::kFloat64, 0},
@@ -106,7 +107,8 @@ const ElementCode* find_element(DlType dtype) noexcept {
   return nullptr;
 }
 
-// The memory of a tensor, described by one of the two structs.
+// The memory of a tensor, with a description for its consumer. `Head` is DlManagedTensor or
+// DlManagedVersioned.
 template <typename Head>
 struct Managed {
   Head head{};  // must be first: consumers hold its address
@@ -144,7 +146,8 @@ std::unique_ptr<Managed<Head>> manage(Lease&& lease, const Message& message, Pla
   return managed;
 }
 
-// A consumer renames the capsule and calls the deleter itself.
+// Calls the deleter if no consumer has taken over the tensor. A consumer renames the capsule, and
+// calls the deleter itself.
 void delete_capsule(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, kCapsuleName) != 0) {
     auto* const head = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(capsule, kCapsuleName));

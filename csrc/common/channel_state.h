@@ -33,7 +33,7 @@ class ChannelState {
   // Runs `task` soon on the reactor's thread, or not at all if memory cannot be allocated.
   void post(Reactor::Task task) const noexcept;
 
-  // False in a child of a fork: threads, devices and the peer belong to the parent.
+  // Returns false in a forked child, which must not use its parent's threads, devices and peer.
   bool in_maker() const noexcept { return guard_.in_maker(); }
   // Throws Error in a child of a fork.
   void check_process() const;

@@ -103,9 +103,9 @@ struct Arrival {
   Message message;
   Lease payload;
 
-  // Number of slots of the channel, and the number of them that this process holds. If nearly all
-  // are held, the receiver should copy the payload. `held` is valid as long as `payload`, and null
-  // if the number of slots does not limit the channel.
+  // Number of slots of the channel, and how many of them this process holds. If it holds nearly all
+  // slots, the receiver should copy the payload. `held` is valid as long as `payload`, and null if
+  // the number of slots does not limit the channel.
   unsigned slots = 0;
   const std::atomic<unsigned>* held = nullptr;
 
@@ -119,7 +119,7 @@ struct Arrival {
   unsigned slot = 0;
 };
 
-// The failure of a channel, which was not closed properly. Reported once per peer.
+// Reports that a channel ended without being closed properly. Reported once per peer.
 struct Failure {
   enum class Kind { kPeerLost, kTransport };
   Kind kind = Kind::kTransport;
@@ -134,8 +134,8 @@ struct Posted {
 
 using Item = std::variant<Arrival, Failure, Posted>;
 
-// A futex word with which peers on this node wake this process. It is in an anonymous file of one
-// page that this process and all processes that send to it map.
+// A futex word with which peers on this node wake this process. The word is in a one-page anonymous
+// file, which this process and its peers map.
 class Bell {
  public:
   Bell();  // creates a new bell. Throws SystemError.

@@ -15,8 +15,8 @@
 namespace adaptive {
 namespace {
 
-// There is one per process, because a fork() affects all sockets of the process. Never destroyed,
-// because other objects may be destroyed later.
+// Each process has one registry, because a fork() affects all of its sockets. The registry is never
+// destroyed, because objects that use it may be destroyed at the very end of the process.
 class Registry {
  public:
   static Registry& instance() {

@@ -124,7 +124,7 @@ bool shake_hands(int socket, const Identity& self, int peer, const std::string& 
     throw Error("rank " + std::to_string(peer) + " at " + name +
                 " refused this process: " + reason_of(theirs->verdict));
   }
-  // The peer accepts this process, but it may still be the wrong process itself.
+  // The peer accepts this process, but the peer may be the wrong process.
   const Verdict verdict = judge_hello(*theirs, self);
   if (verdict != Verdict::kWelcome || theirs->self.rank != peer) {
     throw Error("the process at " + name + " is not rank " + std::to_string(peer) + ": " +

@@ -29,7 +29,8 @@ namespace adaptive {
 
 using Token = std::array<std::uint8_t, 16>;  // known to the processes of one job only
 
-// The identity of a process. Both sides send their own first, and a mismatch closes the connection.
+// The identity of a process. The two sides of a connection first exchange their identities. If they
+// do not match, the connection is closed.
 struct Identity {
   Token token{};
   int rank = -1;
@@ -107,13 +108,14 @@ class Listener {
 };
 
 // Connects to `peer`. If the peer does not listen yet, waits for it. Throws DeadlineError with the
-// address, and Error if the peer rejects this process's identity or has the wrong identity itself.
+// address, and Error if either process rejects the identity of the other.
 Link connect_unix(const std::string& address, const Identity& self, int peer,
                   const Deadline& deadline, const Tick& tick);
 Link connect_tcp(const std::string& host, int port, const Identity& self, int peer,
                  const Deadline& deadline, const Tick& tick);
 
-// Returns a message that nothing came from a peer for `elapsed`, with possible reasons.
+// Returns an error message for a peer from which nothing arrived for `elapsed`, with possible
+// reasons.
 std::string silence_text(std::chrono::nanoseconds elapsed, std::chrono::milliseconds limit);
 
 // Watches a link that carries no payloads (shm, rdma). Calls `lost` once with a reason, on the

@@ -175,8 +175,8 @@ LinkWatch::LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds sile
 LinkWatch::~LinkWatch() {
   impl_->stop();
   if (impl_->guard.in_maker() && impl_->said_goodbye.load()) {
-    // If unread bytes remained, closing would reset the connection, and the reset could overtake
-    // the goodbye.
+    // Read the remaining bytes first. If unread bytes were left, closing would reset the
+    // connection, and the reset could overtake the goodbye.
     std::array<char, 256> ignored;
     while (::recv(impl_->link.fd(), ignored.data(), ignored.size(), MSG_DONTWAIT) > 0) {
     }

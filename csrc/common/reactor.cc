@@ -328,7 +328,8 @@ Reactor::~Reactor() {
   }
   impl_->stopping.store(true);
   impl_->wake();
-  // The last owner of a reactor may be one of its own handlers.
+  // If a handler held the last reference, this destructor runs on the reactor's own thread, which
+  // cannot join itself.
   if (impl_->is_own_thread()) {
     impl_->thread.detach();
   } else {

@@ -1,5 +1,5 @@
-// A class that owns a file descriptor, and descriptors with which threads and peers signal each
-// other.
+// A class that owns a file descriptor, and functions for eventfds, with which threads and peers
+// signal each other.
 #pragma once
 
 #include <sys/eventfd.h>

@@ -21,7 +21,7 @@ constexpr std::size_t kLongestReason = 400;
 constexpr std::size_t kLongestRecord = std::size_t{16} << 10;
 enum : std::uint8_t { kNo = 0, kYes = 1, kNoDevice = 2 };
 
-// Ends the negotiation at both ends after the same exchange of records.
+// Thrown at both ends, after the same exchange of records, if they cannot use a path.
 struct Declined {
   std::string reason;
 };
@@ -137,8 +137,8 @@ class Talk {
     }
     std::memcpy(theirs.bytes, identity.data(), sizeof(theirs.bytes));
     if (std::memcmp(theirs.bytes, own_.bytes, sizeof(theirs.bytes)) != 0) {
-      // The peer's device may be reachable even if this process does not see it; the trial will
-      // show it.
+      // If this process does not see the peer's device, the device may still be reachable. Only the
+      // trial will show whether it is.
       const Device peer = context.driver().find(theirs);
       if (peer >= 0 && !context.driver().can_access_peer(context.device(), peer)) {
         throw Error("device " + std::to_string(context.device()) +
@@ -237,7 +237,7 @@ class Talk {
 
   std::size_t trial_bytes() const noexcept { return std::min(wish_.slot_bytes, kTrialBytes); }
 
-  // The first and the last slot.
+  // Slots that the trial writes to: the first and the last.
   std::vector<unsigned> tried() const {
     return wish_.slots == 1 ? std::vector<unsigned>{0} : std::vector<unsigned>{0, wish_.slots - 1};
   }

@@ -37,11 +37,12 @@ struct Agreement {
   std::string reason;  // reason why there is no path
 };
 
-// Both ends must call it at the same time, with or without a device, and both get the same result.
-// Each end sends the identity of its GPU, exports an arena, writes a pattern to the peer's arena
-// and reads the peer's pattern from its own arena. If a device fails, the result is negative and
-// contains the error as its reason. A device that does not respond is given up after at most ten
-// seconds. Throws the errors of the link if the peer is lost or the deadline passes.
+// Determines whether the GPUs of both ends can write to each other's memory. Both ends must call it
+// at the same time, with or without a device, and both get the same result. Each end sends the
+// identity of its GPU, exports an arena, writes a pattern to the peer's arena and reads the peer's
+// pattern from its own arena. If a device fails or does not respond within ten seconds, the result
+// has no path, and its reason is the error. Throws the errors of the link if the peer is lost or
+// the deadline passes.
 Agreement agree(Link& link, const Wish& wish, const Deadline& deadline, const Tick& tick);
 
 }  // namespace adaptive::cuda

@@ -104,8 +104,8 @@ class Driver {
 
   Device device(int ordinal) const;
   Uuid uuid(Device device) const;
-  // Returns the number that the device with this identity has in this process, or -1 if this
-  // process does not see the device.
+  // Returns this process's number for the device with this identity, or -1 if the process does not
+  // see the device.
   Device find(const Uuid& uuid) const;
   bool can_access_peer(Device device, Device peer) const;
 

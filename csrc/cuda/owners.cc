@@ -148,7 +148,8 @@ bool await(const Event& event, StreamHandle* stream, const std::function<bool()>
   std::unique_lock<std::mutex> lock(place->mutex);
   while (!place->changed.wait_for(lock, kLookUp, [&] { return place->reached; })) {
     lock.unlock();
-    // After an error, the driver does not call reach(). In this case, is_done() throws the error.
+    // After an error, the driver does not call the function that sets `reached`. In this case,
+    // is_done() throws the error.
     if (is_done(event)) {
       return true;
     }

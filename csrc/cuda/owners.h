@@ -114,10 +114,10 @@ void copy(const Context& context, Address to, Address from, std::size_t size_byt
           StreamHandle* stream);
 bool is_done(const Event& event);
 
-// Sleeps until `event` is done. Returns false if `given_up`, which is called some times a second,
-// returns true. `stream` is a stream of the caller that may be blocked: it waits for the event, and
-// the driver then calls back. The driver's own function that waits for an event is not used,
-// because it cannot be interrupted.
+// Sleeps until `event` is done. Calls `given_up` several times a second, and returns false as soon
+// as it returns true. `stream` is a stream of the caller that may be blocked: it waits for the
+// event, and the driver then calls back. The driver's own function that waits for an event is not
+// used, because it cannot be interrupted.
 bool await(const Event& event, StreamHandle* stream, const std::function<bool()>& given_up);
 
 }  // namespace adaptive::cuda

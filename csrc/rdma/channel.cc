@@ -112,7 +112,7 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
           self->on_left();
         }
       });
-  // Messages that arrived before the request cause no event.
+  // Process the messages that arrived before events were requested, because they cause no event.
   session_.completions->drain_sources();
 }
 
@@ -133,8 +133,8 @@ void Pair::on_events() {
     }
     Completions& completions = *session_.completions;
     const bool looks = completions.bell().ring();
-    // Messages that the peer marked must be processed even if no thread waits, and they may have
-    // arrived before the request.
+    // Solicited messages must be processed even if no thread waits. Some may have arrived before
+    // the request, so they cause no event of their own.
     if (!looks || stalled || asked == Notify::Level::kSolicited || incoming_->assembling()) {
       completions.drain_sources();
     }
@@ -341,7 +341,7 @@ std::unique_ptr<Sender> open_rdma(const Session& session, Link link, const RdmaO
     pair = rdma::build_pair(session, &link, options, deadline, tick);
   } catch (const std::exception& error) {
     try {
-      // Tells the peer the reason.
+      // Send the error to the peer, which would otherwise wait until the deadline.
       link.send_record(rdma::encode_refusal(error.what()), {},
                        deadline.at_most(std::chrono::seconds(1)), tick);
     } catch (const std::exception&) {

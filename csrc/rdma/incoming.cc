@@ -25,8 +25,8 @@ std::uint32_t credit_writes(unsigned slots) {
   return slots + 2 * kSignalEvery;
 }
 
-// Maximum number of writes with immediate that the peer may have in flight: one per slot, a hurry
-// after each of these, and the final control word.
+// Maximum number of writes with immediate that the peer may have in flight: one per slot, a request
+// for slots after each of these, and the final control word.
 unsigned most_writes(unsigned slots) {
   return 2 * slots + 2;
 }
@@ -308,7 +308,7 @@ void Incoming::stall() noexcept {
     return;
   }
   notify_.ask(Notify::Level::kAll);
-  // Arrivals from before the request cause no event.
+  // Process the messages that arrived before this request, because they cause no event.
   channel_state_->post([weak = weak_from_this()] {
     if (const auto self = weak.lock()) {
       self->channel_state_->drain_sources();

@@ -61,8 +61,8 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
 
  private:
   // Upper bound for the number of writes with immediate that may arrive before an earlier one: one
-  // per slot, a hurry after each of these, and the final control word. The bound is a power of two,
-  // so that the range of write numbers is a multiple of it.
+  // per slot, a request for slots after each of these, and the final control word. The bound is a
+  // power of two, so that the range of write numbers is a multiple of it.
   static constexpr std::size_t kWindow = 4 * kMostSlots;
   struct Place {
     bool filled = false;

@@ -206,7 +206,7 @@ std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
   return reserved;
 }
 
-// May be called by any thread, which may hold locks of its own, so it only records the slot.
+// May be called by any thread, even by one that holds locks. Therefore, only records the slot.
 void Outgoing::give_up(unsigned slot) noexcept {
   leases_gone_.fetch_or(std::uint64_t{1} << slot);
   if (num_waiting_.load() == 0 || !channel_state_->in_maker()) {
@@ -574,9 +574,9 @@ void Outgoing::post_control(Control word) {
   post_empty(&lane, IBV_WR_RDMA_WRITE_WITH_IMM, pack(value));
 }
 
-// Asks the peer to send its credits immediately. The peer may be delaying credits without receiving
-// another message that makes it send them. If slots are reserved, this end can run out of slots
-// although no message was urgent and few messages are in flight.
+// Asks the peer to send its credits immediately. Otherwise, the peer may delay them until the next
+// message, which this end cannot send without a slot. Reserved slots are also in use, so this end
+// can run out of slots although no message was urgent and few messages are in flight.
 void Outgoing::hurry() {
   const OutLane& lane = next_lane();
   const bool has_room = lane.num_posted - lane.num_done < message_sends_ + kSpareSends / 2;

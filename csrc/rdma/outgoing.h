@@ -22,7 +22,7 @@
 namespace adaptive::rdma {
 
 // Slot i of the staging arena is written to slot i of the peer, and is free again when the peer has
-// returned it. By then the write has finished, and repeating it would have no effect.
+// returned it. By then the write has finished, so the network card does not need the slot any more.
 class Outgoing : public std::enable_shared_from_this<Outgoing> {
  public:
   Outgoing(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,

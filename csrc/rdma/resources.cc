@@ -28,7 +28,8 @@ constexpr std::uint8_t kRetries = 6;
 // A correct receiver always has receives posted, so this timer only delays an error.
 constexpr std::uint8_t kRnrTimer = 12;  // 0.64 ms
 
-// Without this, a fork on older kernels takes registered pages away from this process.
+// Protects registered memory from forks. On older kernels, a fork may otherwise move the pages of
+// this process while the device uses them.
 void prepare_for_forks() {
   static const int once = ::ibv_fork_init();
   static_cast<void>(once);  // only fails if memory was registered before; then it is too late

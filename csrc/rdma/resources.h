@@ -35,7 +35,7 @@ struct FreeDeviceList {
 };
 using DeviceList = std::unique_ptr<ibv_device*, FreeDeviceList>;
 
-// Bit in a completion's id that marks a receive; the other bits are the lane.
+// Bit in a completion's id that marks a receive. The other bits are the index of the queue pair.
 constexpr std::uint64_t kReceiveId = std::uint64_t{1} << 63;
 
 // An opened port with the objects that all its queue pairs share. Members are destroyed in reverse
@@ -99,8 +99,8 @@ void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& re
 // of them.
 class Receives {
  public:
-  // `most_outstanding` is the maximum number of writes with immediate that the peer may have sent
-  // and that used() has not counted yet. `id` is the id of the completions of these receives.
+  // `most_outstanding` is the maximum number of writes with immediate for which used() has not been
+  // called yet. `id` becomes the id of the receives' completions.
   Receives(unsigned most_outstanding, std::uint64_t id) noexcept
       : batch_(most_outstanding < 2 ? 1 : most_outstanding / 2),
         depth_(most_outstanding + batch_),
@@ -175,7 +175,7 @@ class Notify {
 
 std::uint32_t random_psn();
 
-// Converts `mtu_bytes` to the number in the verbs headers, where 256 is 1, and back.
+// Converts an MTU in bytes to its code in the verbs headers. The code of 256 bytes is 1.
 std::uint8_t mtu_code(unsigned mtu_bytes) noexcept;
 
 }  // namespace adaptive::rdma

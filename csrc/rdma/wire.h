@@ -81,9 +81,8 @@ enum class Control : std::uint8_t {
 };
 
 // How soon the sender needs the slots that the receiver has read. The last value applies until the
-// sender writes a message that is not urgent. Each return would need a packet of its own, and these
-// packets would slow down a stream of messages. Several returns are therefore combined while the
-// sender has enough messages in flight.
+// sender writes a message that is not urgent. A packet for each returned slot would slow down a
+// stream of messages, so one packet returns several slots if the sender still has free slots.
 enum class Haste : std::uint8_t {
   kNone,  // when half of the slots can be returned
   // when a quarter can be returned, or immediately if at most half of the slots may be in flight

@@ -224,8 +224,8 @@ std::uint64_t DecisionWriter::acknowledged_by(std::uint32_t reader) const {
 }
 
 DecisionWriter::Laggard DecisionWriter::slowest() const {
-  // Reads each position only once. If the slowest position was read a second time, it might have
-  // passed another reader's position, and the writer would overrun that reader.
+  // Reads each position only once. The reader that was the slowest may have passed another reader
+  // meanwhile. With its newer position, the writer would overrun that other reader.
   Laggard slowest{0, acknowledged_by(0)};
   for (std::uint32_t reader = 1; reader < num_readers_; ++reader) {
     const std::uint64_t position = acknowledged_by(reader);

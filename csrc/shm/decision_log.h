@@ -97,7 +97,7 @@ class DecisionWriter : public DecisionLog {
   ~DecisionWriter();
 
   // Appends value and wakes sleeping readers. Waits only if the slowest reader is capacity()
-  // entries behind. Throws Error when a reader's position is impossible.
+  // entries behind. Throws Error if a reader's position is invalid.
   WaitStatus publish(std::int64_t value, const Deadline& deadline);
 
   // The same without waiting.
@@ -113,8 +113,7 @@ class DecisionWriter : public DecisionLog {
   // Returns the number of entries published so far.
   std::uint64_t published() const noexcept { return published_; }
 
-  // Returns the reader that is furthest behind. Throws Error when a reader's position is
-  // impossible.
+  // Returns the reader that is furthest behind. Throws Error if a reader's position is invalid.
   std::uint32_t slowest_reader() const { return slowest().reader; }
 
  private:
@@ -138,7 +137,7 @@ class DecisionWriter : public DecisionLog {
   std::uint64_t seen_acknowledged_ = 0;
 };
 
-// A follower's end. One thread at a time may read; any thread may call abort().
+// A follower's end of the log. One thread at a time may read; any thread may call abort().
 class DecisionReader : public DecisionLog {
  public:
   // Opens the log in fd as the reader with number reader_index, which no other running reader may
@@ -151,8 +150,8 @@ class DecisionReader : public DecisionLog {
   DecisionReader& operator=(DecisionReader&&) = delete;
   ~DecisionReader();
 
-  // Stores the next entry in value and acknowledges it. Throws Error when the writer's position is
-  // impossible.
+  // Stores the next entry in value and acknowledges it. Throws Error if the writer's position is
+  // invalid.
   WaitStatus next(std::int64_t& value, const Deadline& deadline);
 
   // The same without waiting.

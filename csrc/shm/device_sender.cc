@@ -144,7 +144,7 @@ void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
   outgoing_.close();
 }
 
-// Sends one payload. After a failure, only releases the job, as the channel does.
+// Sends one payload. After a failure of the channel, only releases the job.
 void DeviceSender::carry(Job& job) {
   const auto ended = [this] { return stopping_.load() || channel_state_->broken(); };
   if (!job.on_device) {

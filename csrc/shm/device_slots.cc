@@ -49,7 +49,8 @@ DeviceSlots::~DeviceSlots() {
   }
 }
 
-// If a process is killed, its socket may close some time before its device stops.
+// Returns whether the sender has stopped using the slots. If the sender is lost, waits until its
+// process has exited, because its socket may close some time before its device stops.
 bool DeviceSlots::is_let_go(const Deadline& deadline) const {
   while (importer_() == Importer::kThere && !deadline.expired()) {
     std::this_thread::sleep_for(kLookUp);

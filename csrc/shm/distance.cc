@@ -12,8 +12,8 @@ namespace {
 
 using Clock = Deadline::Clock;
 
-// The distance is measured in several short series. The fastest series counts, because other work
-// on the processors did not disturb it.
+// The distance is measured in several short series. The result is that of the fastest series, which
+// other work on the processors disturbed least.
 constexpr std::uint64_t kRounds = 64;
 constexpr int kSeries = 8;
 // Time limit of the measurement: a few time slices of a busy machine, so that both processes run at

@@ -38,7 +38,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   // last message from the peer.
   void lose(const std::string& reason) noexcept;
 
-  // Stops reading, and tells the peer. Views stay valid.
+  // Stops reading, and notifies the peer. Views of received payloads stay valid.
   void stop() noexcept;
 
   // Memory of the slots, for callers that pin it.
@@ -74,8 +74,8 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   bool finished_ = false;
 
   // For each slot, the number of bytes to flush when the slot is returned. Written before the lease
-  // of the slot is handed out. Only the sender's own rules ensure that the previous lease of the
-  // slot was returned by then.
+  // of the slot is handed out. The values are atomic, because a faulty sender might reuse a slot
+  // before its previous lease was returned.
   std::array<std::atomic<std::uint32_t>, kMostSlots> flush_bytes_{};
   std::atomic<unsigned> num_held_{0};  // slots with views
   std::atomic<bool> lost_{false};

@@ -99,7 +99,7 @@ void Outgoing::prepare(Message& message) const {
   channel_state_->prepare(message, sequence_, options_.limit_bytes, options_.crc);
 }
 
-// Marks returned slots as free. Bits of slots that the receiver does not have are without effect.
+// Marks returned slots as free. Bits of slots that the receiver does not have are ignored.
 void Outgoing::gather() noexcept {
   auto& returned = control_->returns.returned;
   if (returned.load() != 0) {

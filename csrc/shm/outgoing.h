@@ -38,7 +38,7 @@ struct OutgoingMemory {
     return data_segment.region.data() + index * slot_stride;
   }
 
-  // Lease::Release of a reserved slot.
+  // Lease::Release function for reserved slots.
   static void drop_view(void* owner, std::uint64_t slot) noexcept;
 
   std::size_t num_entries;
@@ -75,7 +75,7 @@ class Outgoing {
   unsigned await_slot(const Message& message, const std::function<bool()>& given_up);
   // Publishes that the payload is in the given slot of the peer's device memory.
   void publish_on_device(Message& message, unsigned slot);
-  // Returns whether the peer has closed its end, which it does only after writing all its messages.
+  // Returns whether the peer has closed its end. By then, the peer has written all its messages.
   bool receiver_closed() const noexcept;
   // Tells the peer that this end has closed the memory that the peer exported from its device.
   void tell_device_closed() noexcept { control_->sender.device_closed.store(1); }

@@ -37,8 +37,8 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
                   std::atomic<std::uint32_t>::is_always_lock_free,
               "atomics that hide a lock cannot be shared between processes");
 
-// Number of a message's bytes that are in the first two cache lines of an entry. Only the sizes of
-// the sixth and later dimensions are in the third line, so that most messages use two lines.
+// Number of bytes of a message in the first two cache lines of an entry. The third line contains
+// only the sizes of the sixth and later dimensions, so most messages need just two lines.
 constexpr std::size_t kFrontBytes = 112;
 constexpr int kFrontDimensions = 5;
 
@@ -84,7 +84,7 @@ struct Control {
   // Entries follow.
 };
 
-// The description of the memory that one end created. Sent as bytes.
+// Describes the memory that one end of a channel created. Sent to the other end as bytes.
 struct Offer {
   std::uint64_t magic = kControlMagic;
   std::uint32_t version = kControlVersion;

@@ -38,7 +38,7 @@ void look_up(const Tick& tick) {
 // A lock that is held while memory is checked and allocated, so that ranks that start together do
 // not all count on the same free memory. The lock is a bound abstract socket name, so it is
 // released when its holder exits. The name is random and known only to the job's processes, so that
-// no other user can hold it. A process that has no name, or does not get the lock in time,
+// no other user can hold it. If the name is empty or the lock is not free in time, a process
 // continues without the lock.
 class AllocationTurn {
  public:

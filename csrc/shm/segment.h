@@ -25,7 +25,7 @@ struct Segment {
 Segment make_segment(std::size_t size_bytes, const std::string& purpose, const Deadline& deadline,
                      const Tick& tick, const std::string& turn_name = {});
 
-// Maps memory from a peer. Throws Error unless its size is `size_bytes` and sealed.
+// Maps memory from a peer. Throws Error unless its size is sealed and equals `size_bytes`.
 MappedRegion attach_segment(const ScopedFd& fd, std::size_t size_bytes, const std::string& purpose);
 
 }  // namespace adaptive

@@ -49,7 +49,7 @@ std::unique_ptr<Block> BufferPool::take(std::size_t size_bytes) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& blocks = large ? free_large_ : free_;
-    // A block for a large payload may be up to twice as large as necessary.
+    // Do not use a block that is more than twice as large as a large payload.
     const auto fits = [&](const std::unique_ptr<Block>& block) {
       return block->size_bytes() >= size_bytes && (!large || block->size_bytes() / 2 <= size_bytes);
     };

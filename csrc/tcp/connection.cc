@@ -78,8 +78,8 @@ void Connection::shut() noexcept {
   writer_.stop();
   over_.store(true);
   const std::lock_guard<std::mutex> reading(read_mutex_);
-  // If unread bytes remained, closing would reset the connection, and the reset could overtake the
-  // last data.
+  // Read the remaining bytes first. If unread bytes were left, closing would reset the connection,
+  // and the reset could overtake the last data.
   ::shutdown(socket_.get(), SHUT_WR);
   std::array<char, 4096> ignored;
   while (::recv(socket_.get(), ignored.data(), ignored.size(), MSG_DONTWAIT) > 0) {
@@ -119,7 +119,7 @@ void Connection::on_events(std::uint32_t events) {
   if ((events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) {
     receive(nullptr, kReadBytes);
   }
-  // The event that reports the end of a connection repeats as long as the socket is watched.
+  // Stop watching the socket of an ended connection, because the kernel keeps reporting the end.
   if (over_.load()) {
     reactor_->remove(socket_.get());
   }

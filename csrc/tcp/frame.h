@@ -36,7 +36,7 @@ struct Frame {
 
 void encode_frame(const Frame& frame, std::byte* at) noexcept;
 
-// Throws Error if a sender of this version never sends such bytes.
+// Throws Error for bytes that a sender of this version never sends.
 Frame parse_frame(const std::byte* bytes, int peer);
 
 // The options that the two ends exchange before the first frame.
@@ -52,7 +52,7 @@ constexpr std::size_t kOfferBytes = 40;
 
 std::vector<std::uint8_t> encode_offer(const Offer& offer);
 
-// Throws Error if the offer has another version or job, or impossible numbers.
+// Throws Error if the offer has another version, belongs to another job, or has invalid numbers.
 Offer parse_offer(const std::vector<std::uint8_t>& bytes, std::uint64_t job, int peer);
 
 // The receiver of decoded frames. Each method may throw Error, which ends the channel.

@@ -53,8 +53,8 @@ void Writer::send(const Message& message, const void* data, const Keeper& keeper
     return;
   }
   Owners done;
-  // Only the holder of write_mutex_ removes messages. The caller's memory therefore needs no owner
-  // until the mutex is released, and by then most messages have been written.
+  // The message needs no owner of the caller's memory as long as this thread holds write_mutex_,
+  // because no other thread can write or remove it. Most messages are written in this time.
   push({message, bytes, nullptr});
   write_some(kDirectBytes, done);
   if (unsent() != 0) {

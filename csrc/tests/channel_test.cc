@@ -147,7 +147,7 @@ void sending_never_waits_for_the_peer() {
   }
   check(low.sender->flush(patient()), "flushed");
   eventually([&kept = kept] { return kept.back().expired(); }, "memory let go of");
-  // The same happens if the channel is closed first.
+  // The sender also releases the memory if the peer closes the channel first.
   std::vector<Arrival> held;
   for (int number = 0; number < 10; ++number) {
     auto bytes = std::make_shared<Bytes>(pattern(3000, 1));
@@ -403,7 +403,8 @@ void reserved_memory_is_handed_over_without_a_copy() {
   auto reserved = low.sender->reserve(1000);
   check(reserved.has_value(), "room");
   check(reinterpret_cast<std::uintptr_t>(reserved->memory.data()) % 64 == 0, "alignment");
-  // A committed message is sent in the order of its commit, after the waiting messages.
+  // The payload is reserved before the other messages are sent, but committed after them. It must
+  // arrive last.
   for (int number = 0; number < 6; ++number) {
     send_pattern(*low.sender, 100, number);
   }

@@ -133,7 +133,7 @@ TEST(sending_never_waits) {
   Sides(low, high).join();
 }
 
-// Messages that are larger than a slot or come from the host keep their order among the others.
+// Messages that are larger than a slot or come from the host stay in order with other messages.
 TEST(the_order_is_kept_whatever_the_way) {
   constexpr int kCount = 60;
   const auto size = [](int number) {
@@ -264,7 +264,7 @@ TEST(a_killed_peer_holds_no_stream_up) {
   }
 }
 
-// ---- The stand-in driver: it detects the errors that it should detect
+// ---- Tests that the stand-in driver detects misuse
 
 void check_misuse(const std::string& what, const std::function<void(Gpu&)>& body) {
   Child child([&] {
@@ -326,7 +326,7 @@ void linger(void*) {
   ::usleep(500'000);
 }
 
-// In an earlier version, every waiting process queried the driver 10,000 times a second.
+// A waiting process must not query the driver again and again, which costs processor time.
 TEST(a_wait_sleeps_until_the_driver_calls) {
   Child([] {
     Gpu gpu;

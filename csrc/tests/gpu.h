@@ -36,8 +36,8 @@ inline std::string text_of(const Sender& sender, const std::string& name) {
 
 class Gpu {
  public:
-  // Data to send: the device memory, and the bytes that are copied to it. As in torch, the memory
-  // is not reused before the work that fills it has finished.
+  // Data to send: host bytes, and the device memory to which the stream copies them. The destructor
+  // waits for this copy, so that the memory is not reused too early.
   struct Payload {
     Payload() = default;
     Payload(const Payload&) = delete;

@@ -168,8 +168,7 @@ TEST(a_half_message_that_ends_is_a_failure) {
   check_contains(take_failure(victim.end).text, "was expected");
 }
 
-// The peer returns slots that were never sent, and sets the words that both ends write to all other
-// values.
+// A peer that returns slots that were never sent must not free any other slots.
 TEST(foreign_returns_free_nothing) {
   ShmVictim victim;
   auto reserved = victim.end.sender->reserve(10);

@@ -133,8 +133,8 @@ void one_slot_carries_a_stream(Lab& lab, unsigned slots) {
   lab.meet();
 }
 
-// The last message is sent after the peer's last return, although this return is less than a
-// quarter of the slots.
+// The receiver holds all slots and returns one at a time. The sender needs this one slot for its
+// last messages, so it must be returned immediately instead of with a quarter of the slots.
 void a_full_receiver_returns_each_slot_at_once(Lab& lab) {
   constexpr int kSlots = 32;
   End end = lab.open(small_slots(kSlots));

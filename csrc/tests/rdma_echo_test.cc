@@ -34,7 +34,8 @@ void everything_comes_back(int port, const RdmaOptions& options) {
     check_arrival(take_arrival(end), sizes[received], static_cast<int>(received));
   }
   close(end);
-  // That the peer closes the channel, exits and closes its link must not be reported as failures.
+  // The peer closes the channel and exits, which closes its link. This end must not report these
+  // events as failures.
   check(nothing_comes(end, 300), "nothing more");
 }
 

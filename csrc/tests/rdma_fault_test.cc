@@ -56,7 +56,7 @@ void live_until_killed(const Lab& lab, int port, Doing doing) {
   }
 }
 
-// Continues until the failure, and returns it.
+// Sends and receives messages until the channel fails, and returns the failure.
 Failure work_until_failure(End& end, Doing peer_is) {
   int received = 0;
   for (int i = 0;;) {
@@ -130,8 +130,8 @@ struct Netem {
 };
 
 // Cuts the network while rank 0 sends messages to rank 1, or while both ranks wait. Both ranks
-// block their outgoing packets until both must have noticed the failure. Otherwise the first rank
-// that notices could report it to the other rank, which should notice the failure itself.
+// block their outgoing packets until both must have noticed the failure. Otherwise, the first rank
+// to notice the failure could report it to the other rank, which must notice it without help.
 void a_cut_link_is_a_loss_within_its_time(Lab& lab, bool sending) {
   RdmaOptions options = small_slots();
   options.silent_limit = sending ? milliseconds(30'000) : milliseconds(2'000);

@@ -248,7 +248,7 @@ File::Handle read_handle(const Export& exported) {
 
 using namespace standin;
 
-// Returns the number of queries of events that were not done yet.
+// Returns how many times an event was queried before it was done.
 extern "C" __attribute__((visibility("default"))) unsigned standin_unanswered() {
   return unanswered.load();
 }

@@ -1,5 +1,5 @@
 // The state of the stand-in CUDA driver: clocks, memory and events that processes share. The
-// library itself is standin_cuda.cc, which describes its purpose.
+// library is implemented in standin_cuda.cc, whose first comment describes its purpose.
 #pragma once
 
 #include <fcntl.h>
@@ -150,8 +150,7 @@ class File {
   MappedRegion region_;
 };
 
-// Returns whether the process is still running. A process that has exited is not, even if its
-// status has not been read yet.
+// Returns whether the process is still running. A zombie does not count as running.
 inline bool is_alive(pid_t process) {
   char line[256] = {};
   const ScopedFd fd(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY));
@@ -183,7 +182,7 @@ class Allocation {
     return file_.data() + file_.handle().size_bytes - blocks(size_bytes_) * kPage;
   }
 
-  // Frees the memory. Checks the rule that no other process has it open.
+  // Frees the memory. Reports misuse if another process still has it open.
   void free() {
     for (const auto& opener : shared().openers) {
       const pid_t process = opener.load();

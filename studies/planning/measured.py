@@ -1,4 +1,4 @@
-"""Compares the cost model with published runs by error, order, best plan and memory."""
+"""Compares the cost model with published runs: errors, ranking, best plan and memory."""
 
 from __future__ import annotations
 

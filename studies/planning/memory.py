@@ -147,7 +147,8 @@ def measure(quick: bool) -> Result:
         ratios.append(planned / peak)
         facts.append({"run": str(run), "measured_bytes": peak, "planned_bytes": planned})
         print(
-            f"{run}: {peak / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB, {ratios[-1]:.2f}",
+            f"{run}: measured {peak / 1e9:.2f} GB, planned {planned / 1e9:.2f} GB, "
+            f"ratio {ratios[-1]:.2f}",
             flush=True,
         )
     name = f"memory of {len(ratios)} runs, planned over measured"

@@ -213,7 +213,7 @@ def reload(shape: Shape, folder: Path) -> Outcome:
     """
     kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     if kept["shape"] != str(shape):
-        raise RuntimeError(f"{folder} contains {kept['shape']}, not {shape}; measure again")
+        raise RuntimeError(f"{folder} has results of {kept['shape']}, not {shape}; measure again")
     quiet = [i for i, part in enumerate(kept["others"]) if part < QUIET]
     steps = [kept["steps_s"][i] for i in quiet]
     return Outcome(
@@ -377,14 +377,14 @@ def measure(
                 elif again:
                     done[shape] = run(shape, place, ITERATIONS)
             except BusyError as error:
-                print(f"round {number}: left out: {error}", flush=True)
+                print(f"round {number} is incomplete: {error}", flush=True)
         teachers = {shape: done[shape] for shape in TEACHERS if shape in done}
         if not (done if experts else teachers):
             continue
         try:
             profile = profiled(here) if experts else taught(teachers, model)
         except BusyError as error:
-            print(f"round {number}: left out: {error}", flush=True)
+            print(f"round {number} is incomplete: {error}", flush=True)
             continue
         for shape in [shape for shape in plans if shape in done]:
             predicted = predicted_s(shape, model, profile)

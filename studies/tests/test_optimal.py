@@ -106,7 +106,7 @@ def test_bound_by_hand() -> None:
     ("cell", "shift", "message"),
     [
         (("F", 0, 0, 0), -1, "before 0"),
-        (("B", 3, 0, 0), -1, "has arrived"),
+        (("B", 3, 0, 0), -1, "arrives"),
         (("W", 3, 0, 0), 10_000, "starts before"),
     ],
 )
@@ -171,8 +171,7 @@ def test_recorded_optimum_is_found_again(name: str) -> None:
 
 def test_with_memory_for_2p_the_rule_is_near_the_optimum() -> None:
     distances = [
-        # A cap of None has no effect. Cases with a cap of p require the rule ``hinted``, so omit
-        # them.
+        # Omit the cases with a cap of p, because they require the rule ``hinted``.
         optimal.makespan(case, optimal.by_rule(case, "adaptive", 2 * case.ranks))
         / record["optimum"]
         for name, record in RECORDS.items()

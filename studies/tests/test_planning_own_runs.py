@@ -79,4 +79,4 @@ def test_what_ran_in_quiet_is_kept_where_others_disturb_the_rest(
     found = own_runs.measure(tmp_path, again=True)
     assert [record["plan"] for record in found.facts["own"]] == [str(plans[0])]
     assert found.rows[0].note == "5 of 6 runs left out, because other programs disturbed them"
-    assert "left out: " in capsys.readouterr().out
+    assert "is incomplete: " in capsys.readouterr().out

@@ -41,7 +41,7 @@ class Answering:
         self._starts = itertools.count()
 
     def gaps(self, model: Path, flags: list[str]) -> dict[str, float]:
-        """Returns the largest relative errors of logits and gradients, by kind.
+        """Returns the largest relative error of the logits and of the gradients, keyed by kind.
 
         The ranks load ``model`` with ``flags``.
         """

@@ -125,8 +125,8 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
     _edit(lambda t: t[copied].add_(1))(tmp_path / "other")
     with pytest.raises(AdaptiveError, match=f"{copied} differs from model.embed_tokens"):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
-    # transformers writes folders without multi-token prediction layers. In this case, the model
-    # must be loaded without these layers.
+    # The transformers library saves models without their multi-token prediction layers. Such a
+    # model must be loaded without these layers.
     assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
 
 
@@ -205,8 +205,8 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # transformers writes the keys of a configuration in alphabetical order if it was loaded from a
-    # file.
+    # Load the configuration from a file, because the transformers library writes the keys of such a
+    # configuration in alphabetical order.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3

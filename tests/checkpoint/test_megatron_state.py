@@ -98,7 +98,7 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
 def test_memory_for_copies_is_locked_as_large_as_it_is_and_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that pinned memory is only as large as needed with alignment, and is freed."""
+    """Checks that no more memory is pinned than aligned copies need, and that it is freed."""
     locked: dict[int, int] = {}
 
     def lock(address: int, size_bytes: int, flags: int) -> int:

@@ -73,7 +73,7 @@ def aurora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def core_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns all tensors in the folder ``checkpoint``, by their names in megatron-core."""
+    """Returns all tensors in the folder ``checkpoint``, keyed by their names in megatron-core."""
     folder = CheckpointFolder(checkpoint)
     path, manifest = folder.open(0)
     tensors = {}

@@ -31,7 +31,7 @@ Make = Callable[..., Any]
 
 
 # Snapshots do not contain random states, because the trainer derives dropout from the seed and the
-# step. The model of these tests does not, so turn off dropout.
+# step. In the model of these tests, dropout depends on the random state, so turn off dropout.
 STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
 
 

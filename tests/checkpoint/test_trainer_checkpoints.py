@@ -145,7 +145,7 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
         CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint, but 48"
     ):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
-    # megatron-core 0.19 does not write this file, but if it exists, it is read first.
+    # megatron-core 0.19 does not write this file, but a load reads the file first if it exists.
     file = path / "common.pt"
     common = torch.load(file, weights_only=False) if file.exists() else {}
     torch.save({**common, "evil": Evil(tmp_path / "ran")}, file)

@@ -1,4 +1,4 @@
-"""Tests that checkpoints after the first reuse its plan, with the same content as a new plan."""
+"""Tests that later checkpoints reuse the save plan of the first, with the same content."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _random_states() -> Iterator[None]:
 
 
 def contents(folder: Path, iteration: int) -> dict[str, bytes]:
-    """Returns the content of each file of checkpoint ``iteration`` in ``folder``, by file name."""
+    """Returns the content of each file in checkpoint ``iteration``, keyed by file name."""
     path = CheckpointFolder(folder).complete_path(iteration)
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 @pytest.mark.parametrize("count", [1000, 1 << 22])
 def test_a_full_disk_leaves_no_view_of_memory_behind(count: int) -> None:
-    """Checks that an error names its cause, and keeps no view of memory that torch frees."""
+    """Checks that the error names its cause, and keeps no view of memory that torch may free."""
     with pytest.raises(OSError, match="No space left on device") as failure:
         write_file(Path("/dev/full"), [torch.ones(count)], {})
     cause = failure.value.__context__
@@ -75,11 +75,11 @@ def test_a_full_disk_leaves_no_view_of_memory_behind(count: int) -> None:
 
 
 class Recording:
-    """Records the size of each write to a file, which it passes on.
+    """Wraps a file, and records the size of each write.
 
     Args:
-        file: The file.
-        sizes: List that gets the sizes in bytes.
+        file: File to write to.
+        sizes: List to which the sizes in bytes are appended.
     """
 
     def __init__(self, file: Any, sizes: list[int]) -> None:
@@ -116,7 +116,7 @@ def test_a_large_tensor_is_written_in_pieces_and_never_copied(
     tensor = torch.arange(5 << 20, dtype=torch.int32)
     ((_, length, _, _),), _ = write_file(path, [tensor], {})
     assert max(sizes) == 4 << 20
-    assert len(sizes) == 7  # All of the head, five pieces, all of the end.
+    assert len(sizes) == 7  # The head, five pieces and the end, each in one write.
     assert sum(sizes) == length
 
 

@@ -9,7 +9,7 @@ from typing import Any
 VOCABULARY = 96
 LAYERS = 4
 SHARE_OF_FURTHER = 0.1
-"""Factor of the loss of multi-token prediction, which is megatron-core's default."""
+"""Factor of the multi-token prediction loss. This is the default of megatron-core."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -170,13 +170,13 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
 
 
 def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, Any], Any]:
-    """Adds a multi-token prediction layer to ``model``, which transformers itself does not load.
+    """Adds a multi-token prediction layer to ``model``, because transformers does not load one.
 
     The layer is also added to the weights file in ``folder``. ``tokens`` are the inputs of the
     model.
 
     Returns:
-        Parameters of the layer by name, and logits that it predicts.
+        Parameters of the layer, keyed by name, and the logits that the layer predicts.
     """
     import torch
     from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""Tests how ``plan --slice-tokens`` reads document lengths, and a run that uses such a plan."""
+"""Tests ``plan --slice-tokens``: reading of document lengths, and training with the plan."""
 
 from __future__ import annotations
 

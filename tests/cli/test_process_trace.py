@@ -64,7 +64,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slices(path: Path) -> list[dict[str, object]]:
-    """Returns the slices in the event file ``path``, except those of the ideal step."""
+    """Returns the events with a duration in the file ``path``, without the ideal step."""
     events = json.loads(path.read_text())["traceEvents"]
     return [event for event in events if event["ph"] == "X" and event["cat"] != "ideal"]
 

@@ -1,4 +1,4 @@
-"""Tests that wrong random command lines cause one error line and status 2, and ``--help`` status 0.
+"""Tests that invalid random commands print one error line and exit with 2, and ``--help`` with 0.
 
 The environment variable ``COMMANDS`` sets the number of command lines, and ``SEED`` the first seed.
 """
@@ -174,7 +174,7 @@ def test_wrong_command_lines_end_with_one_line(
         if why:
             wrong.append(f"{number}: {' '.join(arguments)[:200]!r}: {why}")
     with capsys.disabled():
-        print(f"\n{COUNT} command lines, the slowest {slowest:.1f} s")
+        print(f"\n{COUNT} command lines; the slowest took {slowest:.1f} s")
     assert not wrong, "\n".join([f"{len(wrong)} of {COUNT}:", *wrong])
 
 

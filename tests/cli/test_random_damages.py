@@ -350,8 +350,8 @@ def fault(subject: Subject, folder: Path, before: Any) -> str:
             answer = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
-        # File names in error messages may contain characters that join or shape other characters,
-        # so these are allowed.
+        # File names in error messages may contain invisible formatting characters (Cf), so allow
+        # these.
         is_line = len(text.splitlines()) == 1 and 0 < len(text) < LONGEST
         is_line &= not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
         return "" if is_line else f"no line: {text[:300]!r}"

@@ -1,4 +1,4 @@
-"""Tests ``trace export --otlp``. The tests read its output with the classes of OpenTelemetry."""
+"""Tests ``trace export --otlp``. The tests parse its output with OpenTelemetry's own classes."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
 def peaks_of_job(path: Path, model: str) -> list[int]:
     """Trains with a plan, and returns the maximum resident memory of each rank in bytes.
 
-    The ranks of the job are forked from a process with the same imports as tried ranks. So the
-    memory of these imports counts equally in both.
+    The ranks of the job are forked from a process with the same imports as the ranks of a trial, so
+    that the memory of the imports counts equally in both.
     """
     # The optimizer's memory is completely allocated only in the second step, so train several
     # steps.

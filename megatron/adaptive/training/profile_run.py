@@ -76,7 +76,7 @@ with device.quiet_imports():
 
 STAGES = 3
 FEW, MANY = 1, 3
-"""Numbers of layers of the middle stage in its first and in its second measurement."""
+"""Number of layers of the middle stage in the first and in the second measurement."""
 # Minimum cost of a layer, as a fraction of the mean cost of the stage's layers.
 _LEAST_SHARE = 0.5
 _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", "parameters")

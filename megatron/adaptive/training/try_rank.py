@@ -196,7 +196,7 @@ class _Samples:
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time per step in seconds outside of actions and optimizer updates."""
+        """Returns the median time in seconds that a step spends outside of actions and updates."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -319,8 +319,8 @@ def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
 
     In a job, received messages lie between other tensors, at different positions in each step.
     According to measurements, a job of many steps therefore needs memory for about one more tensor
-    of the largest size than a trial. On a GPU, fragmentation does not matter, because torch counts
-    the memory of tensors.
+    of the largest size than a trial. Returns 0 on a GPU, where torch counts the bytes of tensors
+    without the gaps between them.
     """
     return 0 if accelerator.is_cuda else samples.largest_bytes
 

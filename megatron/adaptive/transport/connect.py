@@ -433,9 +433,10 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns each peer with a description of how GPU tensors are copied to and from it.
+    """Describes, for each peer, how GPU tensors are sent to it and received from it.
 
-    Peers are omitted if ``node`` has no information about GPU tensors for them.
+    Returns pairs of a peer and a description. Peers are omitted if ``node`` has no information
+    about GPU tensors for them.
     """
     paths = []
     for peer in peers:

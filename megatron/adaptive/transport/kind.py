@@ -188,8 +188,8 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     """Opens a user's transport, and checks that it has all members of the interface.
 
     Every rank of the job must call this function. If opening fails on one rank, the error is raised
-    on all ranks. This is not possible for ranks that wait for the failed rank outside of
-    ``opening.gather``.
+    on all ranks at their next call of ``opening.gather``. A rank that waits for the failed rank in
+    another way does not notice the error.
 
     Args:
         kind: Declaration of the transport.

@@ -163,8 +163,8 @@ class NativeTransport:
             tensor.shape,
             tensor.data_ptr(),
             tensor.nbytes,
-            # Keep the storage alive instead of the tensor, because the owner of the tensor may
-            # replace its storage before the message is sent.
+            # Keep the storage alive instead of the tensor, because the program may give the tensor
+            # another storage before the message is sent.
             tensor.untyped_storage(),
         )
 
@@ -410,7 +410,7 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts ``item`` from the node for the executor, or raises it if it is an error."""
+        """Converts ``item``, which the node returned, for the executor. Raises errors."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
         # All other items were added to the queue in Python, so they need no conversion.
@@ -420,7 +420,10 @@ class NativeQueue:
         return other
 
     def _forward(self, forwarded: CompletionQueue) -> None:
-        """Passes items from the node to ``forwarded`` until it is stopped. Runs in a thread."""
+        """Passes items from the node to ``forwarded`` until the queue is stopped.
+
+        Runs in a thread.
+        """
         if self._staging is not None:
             self._staging.make_current()
         while True:

@@ -79,7 +79,7 @@ must use the same value. The value has not been tuned on GPUs. NCCL's environmen
 
 _SEED_BYTES = 40
 _FIRST = -1
-"""Priority of the CUDA streams for messages, which is higher than that of compute streams.
+"""Priority of the CUDA streams for messages. Compute streams have a lower priority.
 
 CUDA maps streams to a small number of hardware queues. A kernel that cannot start yet blocks the
 kernels of other streams in the same queue. Streams with different priorities use different queues,
@@ -314,7 +314,7 @@ class Moment(Protocol):
     """Point in a stream after all work that has been submitted so far."""
 
     def synchronize(self) -> None:
-        """Blocks until the device has reached this point, without holding the GIL."""
+        """Waits until the device has done all work before this point. Releases the GIL."""
 
 
 class Streams(Protocol):

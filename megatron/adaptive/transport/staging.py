@@ -230,7 +230,7 @@ class Staging:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Makes the GPU the current device of a worker's thread, which then runs the jobs."""
+        """Makes the GPU the current device of a worker thread, before the thread runs its jobs."""
         self.make_current()
         yield
 

@@ -94,7 +94,7 @@ def rendezvous_times(
     buffered: Any,
     gradients_first: bool = True,
 ) -> ScheduleTimes:
-    """Returns the times of a step, if each rank has one stage.
+    """Returns the end time and the busy time of each rank in a step with one stage per rank.
 
     Args:
         num_microbatches: Number of microbatches in the step.
@@ -191,7 +191,7 @@ class _Run:
 def _calls(
     stages: int, stage: int, num_microbatches: int, gradients_first: bool
 ) -> tuple[_Call, ...]:
-    """Returns the sequence of calls in a step, for the rank with stage ``stage``."""
+    """Returns the calls that the rank of stage ``stage`` makes in a step, in order."""
     found: list[_Call] = []
     for compute, messages in _program(stages, stage, num_microbatches):
         found += messages if gradients_first else reversed(messages)
@@ -202,7 +202,7 @@ def _calls(
 def _program(
     stages: int, stage: int, num_microbatches: int
 ) -> Iterator[tuple[list[_Call], list[_Call]]]:
-    """Yields the computation of a rank in each slot, and the messages before this computation.
+    """For each slot, yields the computation of a rank and the messages that precede it.
 
     Even stages run forward passes in even slots and backward passes in odd slots. Odd stages do the
     opposite.

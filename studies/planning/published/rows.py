@@ -70,7 +70,8 @@ it reads the gradient, the weight and two moments, and writes the weight and the
 the weight to fp16 needs 6 (4 + 2)."""
 
 _LAUNCHED = 0.05
-"""Maximum fraction of matrix multiplications in the forward time of layers that only launch."""
+"""Maximum fraction of a layer's forward time that matrix multiplications may take, if the time is
+to count as the time to launch its kernels."""
 
 
 def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
@@ -97,7 +98,7 @@ def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
             gpus = tuple(dict.fromkeys(node.gpu for node in cluster.types))
             layers = times.get((model, gpus[0], 1))
             if layers is None:
-                raise ConfigError(f"{folder}: layer_times.csv has no {model} on {gpus[0]} at tp 1")
+                raise ConfigError(f"{folder}: layer_times.csv lacks {model} on {gpus[0]} with tp=1")
             known[model] = _model(model, described, layers), _profile(set_times, gpus)
         made, profile = known[model]
         found.append(
@@ -129,7 +130,7 @@ def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, f
     if len(fits) != 1:
         raise ConfigError(
             f"{folder}: {len(fits)} models of model.json have {layers} layers and a batch of"
-            f" {_batch(row)}; name the model of each run in a column model"
+            f" {_batch(row)}; add the name of the model in a column 'model'"
         )
     return fits[0]
 
@@ -172,7 +173,10 @@ class _SetTimes:
         return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
 
     def _launch(self, tp: int) -> float:
-        """Returns the shortest forward time of layers that hardly compute, in seconds, or 0."""
+        """Returns the time to launch the kernels of a layer in seconds, or 0 if it is unknown.
+
+        This is the shortest forward time of all layers that need little computation.
+        """
         found = []
         for (model, gpu, width), layers in self.times.items():
             described, card = self.models[model], known_gpu(gpu)
@@ -284,8 +288,8 @@ def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
     A layer of unknown size sends as many elements as the previous layer.
     """
     sizes, sent = _sizes(described, _SENT), []
-    # In a generator, the image grows in a layer whose output size is unknown. All layers of unknown
-    # size get the final size.
+    # In an image generator, layers of unknown output size enlarge the image. Use the final size for
+    # all of them.
     last = sizes.get(kinds[0], min(sizes.values()))
     for i, kind in enumerate(kinds):
         if kind == "other":

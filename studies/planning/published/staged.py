@@ -40,10 +40,10 @@ are not valid below 1 MB.
 """
 
 _MEMORY = {"parameter_copies_bytes": 8.0, "context_bytes": 3e9}
-"""Memory in bytes that the authors of the first data set assume in addition. A parameter in fp32
-takes 24 bytes, of which 16 are weight, gradient and two moments. Contexts, libraries, NCCL's
-buffers and fragmentation take about 3 GB. These are the only numbers in this module that come from
-measured runs."""
+"""Memory in bytes that the authors of the first data set assume besides weights, gradients, Adam's
+moments and activations. A parameter in fp32 takes 24 bytes, of which 16 are weight, gradient and
+two moments. Contexts, libraries, NCCL's buffers and fragmentation take about 3 GB. These are the
+only numbers in this module that come from measured runs."""
 
 _LOSS_COPIES = 3
 """Number of copies of the logits for the loss: shifted logits, softmax and gradient."""
@@ -102,7 +102,11 @@ def _run(
 def _model(
     name: str, tokens: int, precision: Precision, memory: Sequence[Mapping[str, str]]
 ) -> Model:
-    """Returns a model. Two tensor-parallel sizes show which parameters are tensor-parallel."""
+    """Returns the model with the layers of ``memory``.
+
+    Comparing the parameter counts at two tensor-parallel sizes shows how many parameters are
+    tensor-parallel.
+    """
     counted = {(int(row["tp"]), int(row["layer_index"])): row for row in memory}
     widths = sorted({tp for tp, _ in counted})
     low, high = widths[0], widths[min(1, len(widths) - 1)]
