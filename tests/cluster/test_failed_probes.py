@@ -24,9 +24,9 @@ from tests.multiprocess.launch import ROOT, run_forked
 
 from .jobs import FLAGS, TRAINER, ElasticJob
 
-# This script runs the trainer with slow matrix multiplications in the first incarnation. Node c is
-# the slowest. Because the other nodes are slow too, node c passes the probe later even on a busy
-# machine.
+# This script runs the trainer. At the first start of the job, matrix multiplications are slow, and
+# node c is the slowest. Because the other nodes are slow too, node c passes the probe later even on
+# a busy machine.
 SCRIPT = f"""
 import os, runpy, time, torch
 

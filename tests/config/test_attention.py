@@ -17,8 +17,8 @@ from megatron.adaptive.config.attention import (
     shares_keys,
 )
 
-# Each line describes a case and the kernel that is selected. The last word says whether heads of
-# queries share keys, or keys must be repeated.
+# Each line describes a case and the kernel that is selected. The last word says whether query heads
+# share keys, or whether the keys must be repeated.
 TABLE = """\
                                                         => causal  shared
 dtype=float16                                           => causal  shared

@@ -88,7 +88,7 @@ class Reference:
         """
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
-            return None  # If there are no messages, transformers raises an error.
+            return None  # transformers would raise an error for an empty list.
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=asks, **whole
@@ -168,7 +168,7 @@ def test_answers_are_found_by_position(family: str, folder: Path) -> None:
 
 
 def test_most_conversations_are_taken(folder: Path) -> None:
-    """Checks that few conversations are rejected, and that most answers are found by position."""
+    """Checks that few conversations are rejected, and that both ways to find answers are tested."""
     counts: Counter[str] = Counter()
     for template in map(unmarked, TEMPLATES.values()):
         reference = Reference(folder, template)

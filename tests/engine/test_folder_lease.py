@@ -183,7 +183,7 @@ def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
 
 
 def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
-    """Checks that a suspended process does not make a claim that others have made and removed."""
+    """Checks that a claim cannot be made a second time, even if its file was removed."""
     holder, stopped = Lease(tmp_path), Lease(tmp_path)
     holder.claim(run="job")
     assert all(holder.advance() for _ in range(3))

@@ -225,7 +225,7 @@ def unpack(folder: Path) -> None:
 
 
 def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
-    """Returns a job for each of ``runs``, which writes its progress to a folder named after it."""
+    """Returns a job for each of ``runs``. A job writes its progress to ``report-<name>``."""
     return [
         Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir report-{name}")
         for name, (ranks, flags) in runs.items()
@@ -253,7 +253,7 @@ def pipeline_jobs() -> list[Job]:
 
 
 def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Returns the exact losses, gradient norms and learning rates of ``jobs``, by job name."""
+    """Returns the exact losses, gradient norms and learning rates, keyed by the name of the job."""
     results: dict[str, Any] = {}
     for job in jobs:
         reports = folder / f"report-{job.name}"

@@ -68,7 +68,7 @@ class GpuJobs:
     """Runs the jobs of a table, and compares their results.
 
     Args:
-        table: Jobs by name.
+        table: Jobs, keyed by name.
         new_folder: Function that creates a folder with a given name.
         limit_s: Timeout in seconds for all jobs of one world size on a GPU. On a CPU, the timeout
             is three times as long.

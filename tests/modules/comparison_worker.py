@@ -148,7 +148,7 @@ def only_values_that_stages_use_are_compared() -> None:
 
 
 def shapes_are_compared() -> None:
-    """Checks that the error names the entry whose shapes differ, or the numbers of microbatches."""
+    """Checks the errors about entries with different shapes and numbers of microbatches."""
     is_first = dist.get_rank() == 0
     with make() as pipeline:
         size = BATCH if is_first else 2 * BATCH

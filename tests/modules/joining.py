@@ -1,4 +1,4 @@
-"""Runs one of two ranks, which joins and closes a job as many times as the argument says."""
+"""Runs one of two ranks, which join and close a job repeatedly. The argument is the number."""
 
 from __future__ import annotations
 

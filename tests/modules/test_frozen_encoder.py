@@ -56,8 +56,7 @@ def test_a_frozen_encoder_trains_like_the_whole_model(tmp_path: Path) -> None:
     traced = read_run(tmp_path / "traces")
     assert traced.complete_iterations() == (1, 2)
     assert {trace.header.frozen_stages for trace in traced.ranks.values()} == {2}
-    # A step without images is complete, although stages of the encoder run no backward passes in
-    # it.
+    # A step without images is complete, although the encoder's stages then run no backward passes.
     skipping = read_run(tmp_path / "skipping")
     assert {trace.header.frozen_stages for trace in skipping.ranks.values()} == {0}
     assert skipping.complete_iterations() == (1, 2, 3)

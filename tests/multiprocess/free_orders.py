@@ -1,4 +1,4 @@
-"""Generates orders of actions that match no schedule, and writes them to files.
+"""Generates random orders of actions, which differ from all schedules, and writes them to files.
 
 The files are for ``--schedule-file``. To generate an order, random pairs of neighboring actions are
 swapped in one of this project's schedules. A swap is kept only if the schedule stays valid.

@@ -103,7 +103,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks that Megatron-LM's trainer computes the same with schedules of this project."""
+    """Checks that Megatron-LM's trainer gives the same results with schedules of this project."""
     said = {}
     for name, arguments in {
         "megatron": [],

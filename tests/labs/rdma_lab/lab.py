@@ -313,7 +313,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # The memory of a node is a file in this folder, whose file system must allow execution.
+    # A node's memory is a file, which must be on a file system that allows execution.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder
