@@ -1,4 +1,4 @@
-"""Tests that a job continues without a node that lost its network, and uses it again later."""
+"""Tests that a job continues if a node loses its network, and uses the node again later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that an elastic job excludes a node that fails its probe until the probe passes."""
+"""Tests that an elastic job excludes a node after a failed probe, until a later probe passes."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_a_folder_that_is_removed_is_given_to_nobody_else(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> None:
-    """Checks that a failed write does not damage the counter that shows that the job is alive."""
+    """Checks that a failed write does not damage the heartbeat counter of the job."""
     lease = Lease(tmp_path)
     lease.claim()
     assert lease.beat()

@@ -1,4 +1,4 @@
-"""Tests that the current code can read files that earlier code wrote (see ``cases.py``)."""
+"""Tests that the current code can read the files of an earlier version (see ``cases.py``)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> Trainer
 
 
 def counted_flops(cfg: TrainerConfig) -> float:
-    """Returns the FLOPs per token of a forward and a backward pass of the model of ``cfg``."""
+    """Returns the model's FLOPs per token in a forward and a backward pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.adaptive import accelerator

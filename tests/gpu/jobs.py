@@ -48,7 +48,7 @@ class GpuJob:
         ranks: Number of processes.
         like: Name of the reference job, which must have the same losses. Empty for a reference job.
         rel: Maximum relative difference of losses from those of the reference job.
-        moves: Number of layers per stage after each move of layers, by iteration.
+        moves: Number of layers per stage after each move of layers, keyed by iteration.
     """
 
     flags: str
@@ -121,6 +121,6 @@ def trainer_flags(more: str, *, is_fused: bool = False) -> list[str]:
 
 
 def losses_in(log: Path) -> dict[int, float]:
-    """Returns the losses in the trainer's log file ``log``, by iteration."""
+    """Returns the losses in the trainer's log file ``log``, keyed by iteration."""
     pairs = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
     return {int(iteration): float(loss) for iteration, loss in pairs}

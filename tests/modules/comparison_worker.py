@@ -47,7 +47,7 @@ def loader_of(seed: int) -> Iterable[dict[str, torch.Tensor]]:
 
 
 def refusal_of(pipeline: Pipeline, action: Callable[[], object]) -> str:
-    """Returns the message with which all ranks refuse ``action``, and checks that it is one line.
+    """Checks that ``action`` raises a one-line error, and returns its message.
 
     Also checks that no parameter of ``pipeline`` changes.
     """
@@ -102,7 +102,7 @@ def batches_may_differ_on_purpose() -> None:
 
 
 def a_later_difference_is_found() -> None:
-    """Checks that a difference that begins after the first calls is found in a later call."""
+    """Checks that a difference is found even if it begins after the first calls."""
     rank = dist.get_rank()
     same, other = make_batch(BATCH), make_batch(BATCH, rank)
     with make() as pipeline:

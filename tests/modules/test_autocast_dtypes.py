@@ -1,4 +1,4 @@
-"""Tests that a recording on a CPU has the dtypes that autocast chooses on the GPUs of the stages.
+"""Tests that recordings on a CPU have the dtypes that autocast would choose on a GPU.
 
 The GPU is simulated: ``current_device`` returns a GPU. Torch's fake tensors on a GPU need no GPU.
 """

@@ -37,7 +37,7 @@ RANKS, LIMIT_S = 4, 300.0
 WORKER = Path(__file__).with_name("frozen_worker.py")
 STATIC = ("interleaved", "zb-v", "1f1b")
 ENCODER, LANGUAGE = 6, 12
-"""Numbers of segments of the encoder and of the language model in the tests of partitions."""
+"""Numbers of encoder segments and language model segments in the tests of partitions."""
 MICROBATCHES = 16
 
 

@@ -23,7 +23,7 @@ ORIGINS = {
     "loop.csv": "breadth-first",
     "v.csv": "v-half",
 }
-"""Maps the name of each file to the schedule from which the order in the file is generated."""
+"""Maps each file name to the schedule that is changed to generate the file's order."""
 
 
 def free_order(file: str) -> Schedule:

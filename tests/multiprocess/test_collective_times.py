@@ -49,7 +49,7 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns the names of all compute slices of ``rank`` in ``events`` and of their parents.
+    """Returns the compute slices of ``rank`` in ``events``, each named together with its parents.
 
     Each element is a tuple that begins with the outermost parent, and ends with the slice.
     """
