@@ -177,13 +177,13 @@ class ElasticJob(JobFolder):
         return forked.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
-        """Waits for ``steps`` steps after start number ``incarnation``, and returns the last."""
+        """Waits for ``steps`` steps after start number ``incarnation``. Returns the last step."""
         goal = f"{steps} steps of epoch {incarnation}"
         self.until(lambda: len(self.steps(incarnation)) >= steps, goal)
         return max(self.steps(incarnation))
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Waits until the job starts for the ``number``-th time, and returns the state's entry."""
+        """Waits for start number ``number`` of the job, and returns its entry in the state file."""
         self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
         return dict(self.state()["epochs"][number - 1])
 

@@ -157,10 +157,7 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
-    """Checks that the error names the process that takes over a folder while another job waits.
-
-    While the job waits, a manager takes over the folder and makes new claims.
-    """
+    """Checks that the error names a manager that takes over the folder while a job waits for it."""
     first, second, manager = (Lease(tmp_path) for _ in range(3))
     first.claim(run="job")
     change(tmp_path, boot="another")

@@ -205,7 +205,7 @@ def test_rotation_is_fused_only_where_its_kernel_is(fusions: Callable[..., Any])
 def test_apex_norms_no_model_that_it_refuses(
     flags: str, build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that models with RMSNorm do not use apex's layer norm, which does not support it."""
+    """Checks that models do not use apex's layer norm for RMSNorm, which it does not support."""
     monkeypatch.setattr(local_layers, "LayerNormImpl", FusedLayerNorm)
     (chunk,) = build(f"--normalization RMSNorm {flags}")
     norms = [module for name, module in chunk.named_modules() if name.endswith("layernorm")]

@@ -173,7 +173,7 @@ def shapes_are_compared() -> None:
 
 
 def replicas_have_batches_of_their_own() -> None:
-    """Checks that only the ranks of one replica must have the same batch, on four processes."""
+    """Checks that each replica may have a different batch. There are four processes."""
     rank = dist.get_rank()
     with make(pipeline_size=2) as pipeline:
         for seed in range(2):

@@ -1,4 +1,4 @@
-"""Runs one of two ranks, which join and close a job repeatedly. The argument is the number."""
+"""Runs one of two ranks, which join and close a job N times, where N is the argument."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def test_one_process_takes_the_largest_microbatch_that_fits(
             assert (pipeline.micro_batch_size, pipeline.plan) == (size, None)
         gc.collect()  # Reference cycles keep process groups alive, so collect them.
     assert "profile: " not in capsys.readouterr().out
-    # If the model probably does not fit, the pipeline measures the model. The error then states
+    # If the estimated memory is too large, the pipeline measures the model. The error then states
     # how much memory the model needs.
     with pytest.raises(ConfigError, match=r"fit into memory: .* needs .* GB but has only 1e-06 GB"):
         Pipeline(Tower(), tower, memory_limit_bytes=1000.0)

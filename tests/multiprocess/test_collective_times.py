@@ -49,7 +49,7 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns the compute slices of ``rank`` in ``events``, each named together with its parents.
+    """Returns the names of compute slices of ``rank`` in ``events``, with those of their parents.
 
     Each element is a tuple that begins with the outermost parent, and ends with the slice.
     """

@@ -211,7 +211,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     # on the order of actions.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
-    # Without the plugin, initial weights depend on the layer's rank.
+    # Without the plugin, the initial weights of a layer depend on the rank that holds the layer.
     assert by_layer["loop"] != by_layer["plain"]
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
