@@ -412,7 +412,7 @@ def with_disks(folder: Path, **flags: str | None) -> Flags:
 
 
 def scenario_local(jobs: Jobs, folder: Path) -> None:
-    """Checks that checkpoints on local disks are copied, and that disks and copies can be loaded."""
+    """Checks that local checkpoints are copied to shared storage, and that ranks can load both."""
     # Untie the embeddings, because the last stage would otherwise need the first stage's embedding,
     # which is on another disk.
     flags = with_disks(folder, keep_checkpoints="2", untie_embeddings_and_output_weights=None)
