@@ -71,7 +71,7 @@ class JobFolder:
         return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns the progress lines of all incarnations, in the order of the incarnations."""
+        """Returns the progress lines of all incarnations (starts of the job), in order."""
         files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
         lines = []
         for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
@@ -81,7 +81,7 @@ class JobFolder:
         return lines
 
     def steps(self, incarnation: int) -> list[int]:
-        """Returns the iterations that were completed in incarnation number ``incarnation``."""
+        """Returns the iterations that completed after start number ``incarnation`` of the job."""
         return [
             line["iteration"]
             for line in self.lines()
@@ -177,13 +177,13 @@ class ElasticJob(JobFolder):
         return forked.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
-        """Waits until an incarnation has completed ``steps`` steps, and returns its last step."""
+        """Waits for ``steps`` steps after start number ``incarnation``. Returns the last step."""
         goal = f"{steps} steps of epoch {incarnation}"
         self.until(lambda: len(self.steps(incarnation)) >= steps, goal)
         return max(self.steps(incarnation))
 
     def epoch(self, number: int) -> dict[str, Any]:
-        """Waits until the state file contains incarnation ``number``, and returns its entry."""
+        """Waits for start number ``number`` of the job, and returns its entry in the state file."""
         self.until(lambda: len(self.state().get("epochs", [])) >= number, f"epoch {number}")
         return dict(self.state()["epochs"][number - 1])
 

@@ -1,4 +1,4 @@
-"""Tests that a job continues without a node that lost its network, and uses it again later."""
+"""Tests that a job continues if a node loses its network, and uses the node again later."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_node_that_is_cut_off_counts_as_lost_and_not_as_a_failure(
     job.said = lambda: str([node.said[-3000:] for node in nodes.all])  # type: ignore[method-assign]
 
     def goes_on(incarnation: int) -> bool:
-        """Returns whether ``incarnation`` is the current incarnation, and has completed steps."""
+        """Returns whether the latest start is number ``incarnation``, and has completed steps."""
         state = job.state()
         done = len(state.get("earlier", [])) + len(state.get("epochs", []))
         return done == incarnation and state["epochs"][-1]["step_s"] is not None

@@ -1,4 +1,4 @@
-"""Tests that an elastic job excludes a node that fails its probe until the probe passes."""
+"""Tests that an elastic job excludes a node after a failed probe, until a later probe passes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.multiprocess.launch import ROOT, run_forked
 
 from .jobs import FLAGS, TRAINER, ElasticJob
 
-# This script runs the trainer with slow matrix multiplications in the first incarnation. Node c is
-# the slowest. Because the other nodes are slow too, node c passes the probe later even on a busy
-# machine.
+# This script runs the trainer. At the first start of the job, matrix multiplications are slow, and
+# node c is the slowest. Because the other nodes are slow too, node c passes the probe later even on
+# a busy machine.
 SCRIPT = f"""
 import os, runpy, time, torch
 

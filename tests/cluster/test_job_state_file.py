@@ -50,7 +50,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) -> None:
-    """Checks that ranks may find a newer checkpoint on local disks than the manager knows."""
+    """Checks that ranks may resume from a local checkpoint that the manager does not know."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )

@@ -22,7 +22,7 @@ from .jobs import FLAGS
 
 
 def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
-    """Returns a manager. If ``worked`` is true, its first incarnation has completed a step."""
+    """Returns a manager. If ``worked`` is true, the job has completed a step before."""
     flags = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=flags, checkpoints=folder, **more)
     manager = Manager(spec, Chooser())
@@ -31,7 +31,7 @@ def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
 
 
 def ended(status: int) -> RunningRanks:
-    """Returns an incarnation whose only rank has exited with ``status``."""
+    """Returns an incarnation (a start of the job) whose only rank exited with ``status``."""
     layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
     incarnation = Incarnation(number=1, layout="one", processes=1, nodes=("a",), reason="start")
     fault = f"rank 0 on a exited with status {status}"
@@ -155,7 +155,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
-    # Before the first incarnation, the manager also uses nodes that still import their modules.
+    # Before the job's first start, the manager also uses nodes that still import their modules.
     assert chosen() == ["a", "b", "c"]
     manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
@@ -165,7 +165,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
 
 
 def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
-    """Checks that an unused node does not start the measurement of a layout change."""
+    """Checks that a new node does not count as the start of a layout change if it is not used."""
     manager = managed(tmp_path)
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
@@ -251,7 +251,7 @@ def test_a_notice_is_heeded_whenever_it_comes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Checks that a node that gets a signal between two managers leaves and prints the reason."""
+    """Checks that a node that joins another manager's job leaves after a signal, and says why."""
     monkeypatch.setattr(module, "Manager", Taken)
     monkeypatch.setattr(module, "Agent", Part(handles, status))
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path)

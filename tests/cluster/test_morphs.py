@@ -75,8 +75,8 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     reasons = [incarnation["reason"] for incarnation in state["epochs"]]
     assert reasons[2] == "rank 0 on a was killed by signal SIGKILL"
     assert reasons[3] == "c received SIGTERM"
-    # After a notice, no step is repeated. After a failure, the steps since the last complete
-    # checkpoint are repeated.
+    # If a node leaves with notice, no step is repeated. After a failure, the steps since the last
+    # complete checkpoint are repeated.
     lost = [incarnation["lost_steps"] for incarnation in state["epochs"]]
     assert [lost[index] for index in (0, 1, 3, 4)] == [0, 0, 0, 0]
     resumed = state["epochs"][5]["resumed_iteration"]
@@ -110,7 +110,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     job.trained(2, 8)
     second, saved_step = job.epoch(2), saved()
     job.until(lambda: saved() > saved_step, "another checkpoint")
-    job.change("a")  # After a notice, the ranks write their whole state to shared storage.
+    job.change("a")  # The ranks get a notice, and write their whole state to shared storage.
     (lost,) = disks.glob("*/b")
     job.trained(3, 1)
     shutil.rmtree(lost)
@@ -136,7 +136,7 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     first = job.trained(1, 18)
     job.lose("d")  # Other nodes run replicas of this node's ranks.
     second = job.trained(2, 8)
-    job.lose("c")  # The buddy node of this node has a copy of its state.
+    job.lose("c")  # Another node has a copy of this node's state in memory.
     job.trained(3, 3)
     job.change("abe")
     job.trained(4, 4)

@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """Returns the reports of all ranks in ``folder``, sorted by incarnation, step and rank."""
+    """Returns the reports of all ranks in ``folder``, sorted by start of the job, step and rank."""
     reports = []
     for path in (folder / "told").glob("epoch-*.jsonl"):
         _, incarnation, rank = path.stem.split("-")
@@ -58,7 +58,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
-    """Waits until incarnation number ``incarnation`` of ``job`` has completed ``steps`` steps."""
+    """Waits until start number ``incarnation`` of ``job`` has completed ``steps`` steps."""
 
     def done() -> bool:
         return (
@@ -83,7 +83,7 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
 def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     job = start("abcd", save_interval=20, **SHAPED)
 
-    train(job, tmp_path, 2, 8)  # The first incarnation only measures the model.
+    train(job, tmp_path, 2, 8)  # The first start of the job only measures the model.
     os.kill(job.agent("d"), signal.SIGTERM)  # The next line sends a second notice.
     job.change("ab")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
@@ -92,7 +92,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 3, "three processes", LIMIT_S)
     train(job, tmp_path, len(job.state()["epochs"]), 25)
     before = len(job.state()["epochs"])
-    job.rank_on("b").kill()  # This node gets no notice.
+    job.rank_on("b").kill()  # The rank is killed without notice.
     job.until(lambda: len(job.state()["epochs"]) > before, "another start", LIMIT_S)
     train(job, tmp_path, before + 1, 8)
     job.change("abcd")
@@ -109,8 +109,8 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     assert seen[0] == seen[-1] == four
     assert all("segments" in shape for shape in layouts[1:])
     assert all(incarnation["predicted_step_s"] > 0 for incarnation in state["epochs"][1:])
-    # After a notice, no step is repeated. After a failure, the steps since the last complete
-    # checkpoint are repeated.
+    # If a node leaves with notice, no step is repeated. After a failure, the steps since the last
+    # complete checkpoint are repeated.
     assert all(
         incarnation["lost_steps"] == 0
         for index, incarnation in enumerate(state["epochs"])
@@ -185,7 +185,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
     job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
 
-    train(job, tmp_path, 2, 12)  # The first incarnation only measures the model.
+    train(job, tmp_path, 2, 12)  # The first start of the job only measures the model.
     (tmp_path / "told" / "b").touch()
     train(job, tmp_path, 3, 5)
     job.stop(LIMIT_S)

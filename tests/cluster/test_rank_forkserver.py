@@ -1,4 +1,4 @@
-"""Tests that the process that forks a node's ranks handles signals and time limits."""
+"""Tests how the fork server of a node's ranks handles signals and time limits."""
 
 from __future__ import annotations
 

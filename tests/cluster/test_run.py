@@ -218,7 +218,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         (incarnation,) = state["epochs"]
         assert incarnation["nodes"] == [left]
         assert incarnation["resumed_iteration"] >= 10
-        # The remaining node has copies of its state and of the state of the manager's node.
+        # The remaining node has copies of its own state and of the state of the manager's node.
         done = [
             max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
             for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")

@@ -37,12 +37,12 @@ def test_the_newest_step_that_is_whole_is_taken() -> None:
     chosen = newest_of([first, other], needs)
     assert (chosen.step, chosen.seen, chosen.why) == (7, 7, "")
     assert chosen.parts == ({**first, "needs": [0, 2]}, {**other, "needs": [1]})
-    # The node of rank 1 is lost, and its buddy node has a copy of the previous step.
+    # The node of rank 1 is lost. Its partner node has a copy of the state after the previous step.
     sent = held("a", 1, 5, 6, kind="sent")
     chosen = newest_of([first, sent], needs)
     assert (chosen.step, chosen.seen) == (6, 7)
     assert chosen.parts == ({**first, "needs": [0, 2]}, {**sent, "needs": [1]})
-    # The copy on the buddy node contains only a part of the state.
+    # The copy on the partner node contains only a part of the state.
     chosen = newest_of([sent], {("run", 1): [need(1)]})
     assert chosen.step == 0
     chosen = newest_of([first], needs)

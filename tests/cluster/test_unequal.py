@@ -27,9 +27,9 @@ ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "
 
 
 def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
-    """Waits until the incarnation whose reason starts with ``reason`` has completed three steps.
+    """Waits until the job starts for a reason that begins with ``reason``, and runs three steps.
 
-    Returns the incarnation's entry in the state file.
+    Returns the entry of this start in the state file.
     """
 
     def incarnations_for() -> list[dict[str, Any]]:

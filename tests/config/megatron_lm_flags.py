@@ -1,6 +1,7 @@
-"""Lists the flags of Megatron-LM, both with megatron-core 0.15 and in August 2026.
+"""Lists the flags of Megatron-LM in two versions.
 
-The flags of August 2026 are those on the branches main and dev.
+One version is the release with megatron-core 0.15. The other contains the flags on the branches
+main and dev in August 2026.
 """
 
 _NAMES = """

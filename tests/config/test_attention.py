@@ -17,8 +17,8 @@ from megatron.adaptive.config.attention import (
     shares_keys,
 )
 
-# Each line describes a case and the kernel that is selected. The last word says whether heads of
-# queries share keys, or keys must be repeated.
+# Each line describes a case and the kernel that is selected. The last word says whether query heads
+# share keys, or whether the keys must be repeated.
 TABLE = """\
                                                         => causal  shared
 dtype=float16                                           => causal  shared
@@ -94,7 +94,7 @@ def test_kernel_of_a_case(line: str) -> None:
 
 
 def test_what_one_asks_for_never_needs_more_than_the_default() -> None:
-    """Checks that ``fused`` selects the default kernel in all cases that have a default kernel."""
+    """Checks that ``fused`` selects the default kernel, if there is one for the case."""
     for device, dtype, mask, is_packed, has_dropout in itertools.product(
         ("cuda", "cpu"), ("float32", "bfloat16"), Mask, (False, True), (False, True)
     ):

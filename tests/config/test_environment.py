@@ -31,7 +31,7 @@ TORCHRUN = {
 
 
 def test_single_variables() -> None:
-    """Checks single variables. If a variable is a list, only its first item counts."""
+    """Checks variables one by one. If a value is a list, only its first item is used."""
     for value, interface in (("eth1", "eth1"), (" ib0 ,ib1", "ib0"), ("", None), (",", None)):
         assert Environment.read({"GLOO_SOCKET_IFNAME": value}).socket_interface == interface
     for value in ("True", "False", ""):

@@ -53,7 +53,7 @@ PP2 --transport gloo --transport-crc @2
 --num-experts 4 --moe-router-load-balancing-type seq_aux_loss
     => --moe-router-load-balancing-type seq_aux_loss (needs --moe-aux-loss-coeff)
 """
-# All these flags have an effect, or the value is the default.
+# Each of these flags has an effect, or has its default value.
 ACTIVE = """\
 --trace-interval 5 --trace-dir unused
 --trace-interval 1 --weight-decay 0.01
@@ -120,7 +120,10 @@ def other_value(spec: FieldSpec) -> Any:
 
 
 def value_for(term: str, *, is_true: bool) -> tuple[str, Any]:
-    """Returns the name of the setting in ``term``, and a value for which ``term`` is as wanted."""
+    """Returns the setting in ``term``, and a value that makes ``term`` true if ``is_true``.
+
+    Otherwise, the value makes ``term`` false.
+    """
     name, sign, listed = _parts(term)
     spec = SPECS[name]
     default = None if spec.default is dataclasses.MISSING else spec.default
@@ -143,7 +146,7 @@ def value_for(term: str, *, is_true: bool) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.left} acts with {rule.right}"[:90])
 def test_each_rule_is_checked(rule: _Rule) -> None:
-    """Checks that a flag is named exactly if none of the terms on the right of its rule is true."""
+    """Checks that a flag is reported exactly if none of the conditions in its rule is met."""
     table = f"{rule.left} acts with {rule.right}\n"
     options = rule.right.split("/")
     values = dict(value_for(option, is_true=False) for option in options)

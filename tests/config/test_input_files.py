@@ -117,7 +117,7 @@ def test_characters_that_change_a_terminal_are_written_out() -> None:
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    """Checks that functions that read text skip the byte order mark that some editors add."""
+    """Checks that text is read without the byte order mark that some editors add."""
     content = {"a": [1], "b": "c"}
     for name, text in {
         "x.json": json.dumps(content),

@@ -1,4 +1,4 @@
-"""Checks that the same ``safetensors`` headers are accepted as by the package ``safetensors``."""
+"""Compares which headers this package accepts with those that ``safetensors`` accepts."""
 
 from __future__ import annotations
 

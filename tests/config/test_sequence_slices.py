@@ -188,8 +188,8 @@ def test_the_share_of_attention_follows_the_model() -> None:
         config = parse(f"{flags} {more}".split(), world_size=1)
         return [end - start for start, end in pairwise((0, *config.slice_ends))]
 
-    # Per token, products with weights take 12 h^2 multiplications, and attention to half of the s
-    # tokens takes h s.
+    # Products with weights need 12 h^2 multiplications per token. A token attends to s / 2 tokens
+    # on average, which needs h s multiplications.
     share = parse(flags.split(), world_size=1).attention_share
     assert share == pytest.approx(8192 / (12 * 256 + 8192))
     by_cost = lengths("")

@@ -44,11 +44,11 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 def test_weight_gradients_are_separate_where_they_save_memory_or_time(
     flags: str, splits: bool
 ) -> None:
-    """Checks the default for two replicas of two stages; with four stages, there is one replica.
+    """Checks whether weight gradients are computed separately by default.
 
-    With full recomputation, separate weight gradients keep more memory than recomputation frees.
-    The reduction of a chunk's gradients starts after its last weight gradient, so no backward pass
-    is left with which it could overlap.
+    There are two replicas of two stages, or one replica of four stages. With full recomputation,
+    separate weight gradients keep more memory than recomputation frees. If reductions overlap with
+    computation, they would start too late, after the last weight gradient.
     """
     config = small(f"--pipeline-model-parallel-size 2 {flags}", world_size=4)
     assert config.splits_backward is splits
@@ -109,8 +109,8 @@ def test_a_checkpoint_says_auto_after_the_length_of_slices_was_chosen() -> None:
         ("--pipeline-schedule auto", True),
         ("--pipeline-schedule adaptive", True),
         ("--pipeline-schedule dfc", True),
-        # These cases require that all microbatches have the same number of slices. Either the order
-        # of actions is computed in advance, or replicas exchange tokens.
+        # All microbatches must have the same number of slices here, because the order of actions is
+        # computed in advance, or because replicas exchange tokens.
         ("--pipeline-schedule hinted", False),
         ("--pipeline-schedule seq-1f1b", False),
         (f"{EXPERTS} --moe-token-dispatcher-type alltoall", False),
@@ -158,7 +158,7 @@ def test_unknown_and_missing_groups_are_errors(rich: TrainerConfig) -> None:
 
 
 def test_a_group_that_the_writer_did_not_know_takes_its_defaults(rich: TrainerConfig) -> None:
-    """Checks that checkpoints can be loaded that were saved before transport settings existed."""
+    """Checks that checkpoints from before transport settings existed can still be loaded."""
     saved = rich.to_dict()
     del saved["transport"]
     assert TrainerConfig.from_dict(saved).transport == TransportConfig()

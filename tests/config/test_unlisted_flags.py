@@ -1,4 +1,4 @@
-"""Tests the script that finds flags of Megatron-LM that are missing from all lists."""
+"""Tests the script that finds Megatron-LM flags without an entry in any list."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> s
 def _headed(begin: str, head: str, end: str, *, said: str = "{{ m.content }}") -> str:
     """Returns a template in which each turn has a header with its role.
 
-    ``begin`` is the start of the whole text, ``head`` is the header of a turn, ``said`` is its
-    content, and ``end`` ends it.
+    ``begin`` is the start of the whole text. A turn consists of the header ``head``, the content
+    ``said`` and the text ``end``.
     """
     asked = head.replace("m.role", "'assistant'")
     return (

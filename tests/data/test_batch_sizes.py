@@ -1,4 +1,4 @@
-"""Compares how the batch size changes during a run with a calculator of megatron-core."""
+"""Compares the batch sizes during a run with those that megatron-core calculates."""
 
 from __future__ import annotations
 

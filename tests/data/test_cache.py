@@ -219,7 +219,7 @@ except DataError as error:
 
 
 def test_a_full_disk_is_said_in_the_words_of_the_system(tmp_path: Path) -> None:
-    """Checks that the error about a full disk is that of the operating system, not of numpy."""
+    """Checks that a full disk is reported with the operating system's error, not with numpy's."""
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert (

@@ -89,7 +89,7 @@ class Reference:
         """
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
-            return None  # If there are no messages, transformers raises an error.
+            return None  # transformers would raise an error for an empty list.
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=asks, **whole
@@ -154,7 +154,7 @@ def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
-    """Checks that tokens of answers are found by position, or otherwise as the tags mark them."""
+    """Checks that tokens of answers are found by position, or otherwise by the template's tags."""
     template = unmarked(TEMPLATES[family])
     tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])
@@ -169,7 +169,7 @@ def test_answers_are_found_by_position(family: str, folder: Path) -> None:
 
 
 def test_most_conversations_are_taken(folder: Path) -> None:
-    """Checks that few conversations are rejected, and that most answers are found by position."""
+    """Checks that few conversations are rejected, and that both ways to find answers are tested."""
     counts: Counter[str] = Counter()
     for template in map(unmarked, TEMPLATES.values()):
         reference = Reference(folder, template)
@@ -207,7 +207,7 @@ _OPEN = (
     ],
 )
 def test_an_answer_need_not_go_on_from_the_prompt(folder: Path, says: str, taught: str) -> None:
-    """Checks that text of an answer that the prompt already contains is not learned."""
+    """Checks that the start of an answer is not learned if the prompt already contains it."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": says}]
     tokenizer = _ours(folder, _OPEN)
     assert _taught(tokenizer, {"messages": talk}) == taught

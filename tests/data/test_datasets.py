@@ -221,7 +221,7 @@ def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Pat
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks that a split without documents raises an error, on which megatron-core would hang."""
+    """Checks that a split without documents raises an error. megatron-core would hang instead."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match="10 documents, .* 969,30,1 leaves none for valid"):
         _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))

@@ -38,7 +38,7 @@ _NOTHING = torch.zeros(0)
 
 
 class Line:
-    """Simulated channel through which the members of a decision group agree on actions."""
+    """Simulated channel through which the processes of a pipeline rank agree on actions."""
 
     def __init__(self, deliver: Callable[[int], None] = lambda word: None) -> None:
         self.words: deque[int] = deque()

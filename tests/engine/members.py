@@ -92,7 +92,7 @@ def run_step(executor: Executor, policy: Policy, stages: Writing, weight_pieces:
 
 
 class Member:
-    """Represents this process as a member of its decision group."""
+    """Represents this process in the group of processes that share a pipeline rank."""
 
     def __init__(self, argument: str, rank: int, size: int) -> None:
         self.rank = rank
@@ -291,7 +291,7 @@ def run(member: Member) -> Any:
 
 
 def lost(member: Member) -> Any:
-    """Exits on the last rank, while rank 0 continues to ask whether to stop.
+    """Ends all ranks except rank 0, which continues to ask whether a stop was requested.
 
     Returns the error that rank 0 gets.
     """

@@ -204,10 +204,10 @@ def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
 
 
 def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...]]:
-    """Returns ``order`` with the weight gradients of each backward pass added.
+    """Returns ``order`` with actions added that compute weight gradients.
 
-    The weight gradients of a chunk follow ``late`` backward passes later. They are computed in
-    ``pieces`` actions.
+    The weight gradients of a backward pass are delayed until ``late`` further backward passes of
+    the chunk have run. They are computed in ``pieces`` actions.
     """
     result: list[tuple[Any, ...]] = []
     waiting: dict[int, list[int]] = {}

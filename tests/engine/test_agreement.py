@@ -1,4 +1,4 @@
-"""Tests that all members of a decision group run the same actions in the same order."""
+"""Tests that all processes that share a pipeline rank run the same actions in the same order."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_no_number_says_is_refused(action: Action, rest: int) -> None:
 
 
 class Paper:
-    """Imitates a channel between members, within this process."""
+    """Imitates a channel between processes, within this process."""
 
     def __init__(self) -> None:
         self.values: list[int] = []

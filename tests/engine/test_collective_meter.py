@@ -82,10 +82,10 @@ def test_steps_of_two_models_may_overlap(group: dist.ProcessGroup) -> None:
 
 
 class CountingClock(CpuClock):
-    """Replaces the clock of a GPU, and counts its marks.
+    """Replaces the clock of a GPU, and counts how often a time is recorded.
 
     Attributes:
-        marks: Number of marks.
+        marks: Number of recorded times.
     """
 
     def __init__(self) -> None:
@@ -109,13 +109,13 @@ def meter(group: dist.ProcessGroup) -> Iterator[CollectiveMeter]:
 
 @pytest.fixture
 def shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the methods of process groups as on a GPU that several ranks share."""
+    """Replaces collectives with those that are used if several ranks share a GPU."""
     for name in device_collectives.TREATMENTS:
         # monkeypatch restores the attribute that it has set, so set each attribute to itself.
         if name in vars(dist.ProcessGroup):
             monkeypatch.setattr(dist.ProcessGroup, name, vars(dist.ProcessGroup)[name])
     device_collectives.install()
-    # Collectives of a group with a single rank do not call gloo.
+    # Simulate two ranks, because collectives of a single rank would not call gloo.
     monkeypatch.setattr(dist.ProcessGroup, "size", lambda self: 2)
 
 
@@ -130,9 +130,9 @@ def _await(condition: Callable[[], bool]) -> None:
 def test_a_thread_of_gloo_records_no_mark_on_the_gpu(
     group: dist.ProcessGroup, meter: CollectiveMeter
 ) -> None:
-    """Checks that the caller records the end of a collective of gloo with GPU tensors.
+    """Checks that the caller's thread records the end of a gloo collective with GPU tensors.
 
-    In a thread of gloo, another stream than the caller's is current.
+    Threads of gloo do not use the caller's stream.
     """
     work = dist.all_reduce(on_device(torch.ones(4)), group=group, async_op=True)
     _await(work.is_completed)
@@ -186,7 +186,7 @@ def test_a_replaced_collective_is_counted_once(group: dist.ProcessGroup, is_asyn
 def test_replacing_collectives_keep_the_settings(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the collectives that replace a single one run like it, such as synchronously."""
+    """Checks that the replacements of a collective keep its settings, such as its timeout."""
     settings: list[Any] = []
 
     def allreduce(self: Any, tensors: Any, options: Any) -> Any:

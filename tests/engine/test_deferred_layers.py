@@ -60,8 +60,9 @@ def one_process() -> Iterator[None]:
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
     """Checks that a step with split backward passes gives the same gradients as an unsplit step.
 
-    The weight gradients of a chunk run ``late`` backward passes later, in ``pieces`` actions.
-    ``model`` contains arguments of :func:`build`.
+    The weight gradients of a backward pass are delayed until ``late`` further backward passes of
+    the chunk have run, and are computed in ``pieces`` actions. ``model`` contains arguments of
+    :func:`build`.
     """
     plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
@@ -240,7 +241,7 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_of_logits_do_not_wait_for_w(tied: bool) -> None:
-    # Each microbatch kept the gradients of its logits from B to W.
+    # The gradients of logits must not be kept from B to W.
     (chunk,) = chunks = build(core_config(add_bias_linear=False), tied=tied, rope=True)
     (store,) = attach_stores(chunks)
     chunk.zero_grad_buffer()
@@ -314,8 +315,9 @@ def grouped_products(rows: Any, matrices: Any, counts: Any, trans_b: bool = Fals
 def test_grouped_experts_of_transformer_engine(
     settings: dict[str, bool], overlap: bool | None
 ) -> None:
-    # The backward pass of the layer returns memory that contains NaN until W has run. It was added
-    # to gradients, or raised an error if megatron-core's wrapper overlaps reductions.
+    # Until W has run, the backward pass of the layer returns a weight gradient that contains NaN.
+    # This gradient must not be added to the real one, and must not raise an error if
+    # megatron-core's wrapper overlaps reductions.
     layers = [GroupedLinear(3, 4, 5, **settings) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     wrapped: list[Any] = [torch.nn.Sequential(layer) for layer in layers]

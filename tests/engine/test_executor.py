@@ -126,7 +126,7 @@ def test_an_output_is_released_after_it_was_handed_on() -> None:
 
 
 def test_the_reduction_starts_after_the_gradient_was_sent() -> None:
-    # The previous stage waited while this rank started the data-parallel reduction.
+    # The previous stage must not wait while this rank starts the data-parallel reduction.
     pipeline, completions = last_rank()
     transport = pipeline.transports[1]
     sent: list[list[int]] = []
@@ -164,8 +164,8 @@ def test_inputs_may_come_in_any_order() -> None:
 
 
 def test_what_comes_early_is_kept_for_later_steps() -> None:
-    # If there were no backward passes, the first stage would not wait for the second. Therefore,
-    # its messages may arrive several steps early.
+    # During evaluation, the first stage does not wait for the second. Therefore, its messages may
+    # arrive several steps early.
     pipeline, completions = last_rank(timeout_s=0.5)
     for step, microbatch in ((2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)):
         completions.put(forward_of(step, microbatch))
@@ -208,7 +208,7 @@ def test_deadline_names_what_is_missing() -> None:
 
 
 def test_an_input_may_arrive_after_checks_of_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A waiting rank looks at regular intervals whether the sender has closed its channel.
+    # A waiting rank checks regularly whether the sender has closed the channel.
     monkeypatch.setattr(executor_module, "_CHECK_S", 0.01)
     checks = 0
     pipeline, completions = last_rank()
@@ -242,7 +242,7 @@ def test_a_pick_that_is_not_ready_is_named() -> None:
 
 
 class Following(Agreement):
-    """Agreement of a rank that follows the decisions of another rank in its decision group."""
+    """Agreement of a process that follows the decisions of another process."""
 
     decides = False
 
@@ -297,7 +297,7 @@ class Slow(CpuClock):
 
 
 def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
-    # Each action has two marks, one before and one after the action.
+    # The device's clock records a mark before and after each action.
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
     executor = make_executor(pipeline, clock=clock, pp_rank=0)
@@ -323,7 +323,7 @@ def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int)
 
     class Timed(Slow):
         def resolve_ns(self, mark: int) -> int:
-            # Each action has two marks, one before and one after the action.
+            # The device's clock records a mark before and after each action.
             return mark * action_ns
 
     clock = Timed()
@@ -344,10 +344,11 @@ def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int)
 
 
 class Late(CpuClock):
-    """Simulates a device that passes marks only when the test allows it.
+    """Clock of a simulated device, whose progress the test controls.
 
     Attributes:
-        passed: Number of marks that the device has passed.
+        marks: Number of marks in the device's queue of work.
+        passed: Number of marks that the device has reached.
     """
 
     def __init__(self) -> None:
@@ -375,8 +376,8 @@ def test_a_rank_reports_the_oldest_action_that_its_device_has_not_finished() -> 
         def wait(self, deadline_s: float) -> Any:
             if deadline_s < 0:
                 return super().wait(deadline_s)  # The executor does not wait for an input.
-            # The rank has launched F0-0, B0-0, F0-1 and B0-1. An F has two marks. A B has three,
-            # because its result is sent.
+            # The rank has launched F0-0, B0-0, F0-1 and B0-1. Each F has two marks in the device's
+            # queue. Each B has three, because its result is sent.
             for clock.passed in (0, 2, 4, 5, 9, 10):
                 assert {**executor.evidence(), **executor.snapshot()} == executor.evidence()
                 reports.append(executor.evidence())
@@ -455,8 +456,8 @@ def test_the_computing_time_on_a_device_ends_before_the_send() -> None:
     executor = make_executor(pipeline, clock=TickingClock())
     policy = make_policies("1f1b", pipeline.placement, 1)[1]
     executor.run(Counting(pipeline.placement, 1), policy, pipeline.state(1, 1))
-    # The marks 1 and 2 belong to F. The marks 3 and 4 belong to the computation of B, and mark 5 is
-    # recorded after its send.
+    # The device's first two marks enclose F. The next two enclose the computation of B, and the
+    # fifth follows the send of its result.
     assert [nanoseconds for _, nanoseconds in executor.finish_step().actions] == [1e9, 1e9]
 
 

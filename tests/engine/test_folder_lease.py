@@ -157,10 +157,7 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
-    """Checks that the error names the process that takes over a folder while another job waits.
-
-    While the job waits, a manager takes over the folder and makes new claims.
-    """
+    """Checks that the error names a manager that takes over the folder while a job waits for it."""
     first, second, manager = (Lease(tmp_path) for _ in range(3))
     first.claim(run="job")
     change(tmp_path, boot="another")
@@ -183,7 +180,7 @@ def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
 
 
 def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
-    """Checks that a suspended process does not make a claim that others have made and removed."""
+    """Checks that a claim cannot be made a second time, even if its file was removed."""
     holder, stopped = Lease(tmp_path), Lease(tmp_path)
     holder.claim(run="job")
     assert all(holder.advance() for _ in range(3))
@@ -225,7 +222,7 @@ def test_a_folder_that_is_removed_is_given_to_nobody_else(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> None:
-    """Checks that a failed write does not damage the counter that shows that the job is alive."""
+    """Checks that a failed write does not damage the heartbeat counter of the job."""
     lease = Lease(tmp_path)
     lease.claim()
     assert lease.beat()

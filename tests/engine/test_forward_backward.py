@@ -1,4 +1,4 @@
-"""Tests that unsupported arguments of the function that replaces megatron-core's are rejected."""
+"""Tests that the replacement of megatron-core's function rejects unsupported arguments."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def compute(call: Callable[[], Any]) -> Any:
         (read_value, True, 4, True),
         (inside("torch.distributed.fsdp"), True, 4, False),
         (compute, True, 4, False),
-        # A wait in the first iterations may last long, and without a GPU it uses no processor.
+        # These waits do not count as spinning: those in the first iterations may be long, and those
+        # without a GPU use no processor time.
         (inside("torch.cuda"), True, 2, False),
         (inside("torch.cuda"), False, 4, False),
     ],

@@ -52,8 +52,8 @@ class Exchanging(Writing):
                 answer = torch.empty_like(rows)
                 dist.all_to_all_single(answer, rows)
                 assert torch.equal(answer, rows)
-                # The other lane runs only during an exchange of tensors with rows. This tensor has
-                # one dimension, so the lanes must not change here.
+                # Another action may run only while tensors with several dimensions are exchanged.
+                # This tensor has one dimension, so no other action may run here.
                 dist.all_to_all_single(answer[0], rows[0])
 
 
@@ -87,16 +87,16 @@ def test_the_time_of_the_other_lane_is_that_of_the_device() -> None:
     policy = Follow(actions("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1"))
     _, executor = run(policy, clock=TickingClock(), weight_pieces=1)
     done = executor.finish_step()
-    # Each F and B has three parts, and each W has one part. Time between the parts, in which the
-    # other lane runs, does not count.
+    # Each F and B has three parts, and each W has one part. The time between two parts does not
+    # count, because another action runs then.
     assert [nanoseconds for _, nanoseconds in done.actions] == [3e9, 3e9, 3e9, 1e9, 3e9, 1e9]
 
 
 def test_a_rule_fills_exchanges_with_the_other_kind_and_with_weight_gradients() -> None:
     stages, executor = run(ADAPTIVE, weight_pieces=2, num_microbatches=3)
     assert " ".join(stages.log) == (
-        # F0-1 begins only in the first exchange of B0-0. Before this, no action can run in the
-        # other lane.
+        # F0-1 begins only during the first exchange of B0-0, because no other action could overlap
+        # with F0-0.
         "F0-0a F0-0b F0-0c B0-0a F0-1a B0-0b F0-1b B0-0c W0-0a F0-1c B0-1a F0-2a B0-1b F0-2b "
         "B0-1c W0-0.1a F0-2c B0-2a W0-1a B0-2b W0-1.1a B0-2c W0-2a W0-2.1a"
     )

@@ -130,8 +130,8 @@ def test_channels_take_the_short_ones_that_fill_the_cap() -> None:
 @pytest.mark.parametrize("num_slices", [1, 8])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_channels_take_what_auto_may_choose_to_keep(cap: float | None, num_slices: int) -> None:
-    # If the channels only had the slots for the initial limit on activations, slots would run out
-    # after a larger limit was chosen. Receivers would then copy most messages.
+    # The schedule may later choose a larger cap on activations than the initial one. Channels need
+    # enough slots for it, because receivers would otherwise copy most messages.
     placement = Placement(num_ranks=4, num_chunks=2, kind="v")
     shares = (1 / num_slices,) * num_slices
     orders = Orders(
@@ -180,8 +180,8 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
 
 
 def test_a_candidate_for_any_number_of_slices_gets_that_of_each_step() -> None:
-    # The slice length was chosen, so each microbatch still has two slices. Each chunk must be able
-    # to hold its share of the activations. If the share were counted in microbatches instead of
+    # Each microbatch has two slices, whose length was chosen earlier. Each chunk must be able to
+    # hold its share of the activations. If the share were counted in microbatches instead of
     # slices, it would be half as large.
     placement = Placement(num_ranks=2, num_chunks=2, kind="v")
     orders = Orders(schedule="auto", placement=placement, pp_rank=0, slice_shares=(0.5, 0.5))

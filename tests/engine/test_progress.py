@@ -1,4 +1,4 @@
-"""Tests the file in which a run reports its progress to monitoring programs."""
+"""Tests the progress file of a run, which monitoring programs read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that ranks that cannot connect exit with a one-line error after a timeout."""
+"""Tests that ranks exit with a one-line error after a timeout if they cannot connect."""
 
 from __future__ import annotations
 

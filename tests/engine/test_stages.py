@@ -142,7 +142,7 @@ def test_reduction_happens_with_the_last_backward(explicit: bool, events: str) -
 
 
 def test_the_only_chunk_of_the_first_rank_reduces_within_its_last_backward() -> None:
-    # Its reduction did not overlap with anything, because the step ended with this backward pass.
+    # The step ends with this backward pass, so a later reduction would not overlap with anything.
     diary = Diary(explicit=True, chunks=1, ends_step=True)
     diary.sync.hold()
     diary.last_backwards()
@@ -288,7 +288,7 @@ class TestSplit:
         assert reduced == [overlap] * len(reduced)
 
     def test_parameters_of_all_chunks_are_gathered_at_the_start(self) -> None:
-        # Each chunk started to gather its parameters in its first forward pass, and waited.
+        # If a chunk gathered its parameters in its first forward pass, it would have to wait.
         core = core_config()
         chunks = build(core, chunks=3)
         events: list[int] = []

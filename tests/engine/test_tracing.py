@@ -53,7 +53,7 @@ def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
             pass
         tracing.end_iteration()
         with tracing.host_span("evaluate"):
-            # The data is read during the evaluation, so this read must not be in the trace.
+            # The trace contains only reads of training data, so it must omit this read.
             tracing.data_read(0, 30, 40)
     with tracing.host_span("checkpoint"):
         pass

@@ -1,4 +1,4 @@
-"""Tests that transformers can load the model that the fine-tuning example writes."""
+"""Tests that transformers can load the result of the fine-tuning example."""
 
 from __future__ import annotations
 

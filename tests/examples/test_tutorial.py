@@ -1,4 +1,4 @@
-"""Runs the tutorial notebook, and compares it with the page of the documentation that shows it.
+"""Runs the tutorial notebook, and compares it with its page in the documentation.
 
 ``CONTRIBUTING.md`` describes how the page is made.
 """
@@ -35,8 +35,8 @@ def test_the_notebook_finds_and_repairs_the_slow_rank(
 ) -> None:
     for name, value in {**forking(), **VARIABLES, "TUTORIAL_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    # Create a copy of the project in which the trainer forks its ranks. Use a smaller corpus, so
-    # that the test is faster.
+    # Create a copy of the project whose trainer forks its ranks. Use a smaller corpus to make the
+    # test faster.
     (tmp_path / "clone" / "examples").mkdir(parents=True)
     for path in (ROOT / "megatron", ROOT / "pretrain_gpt.py", NODES / "sitecustomize.py"):
         (tmp_path / "clone" / path.name).symlink_to(path)

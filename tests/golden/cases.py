@@ -45,7 +45,7 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# For each golden checkpoint, these are the number of ranks and the flags of the run that loads it.
+# Maps each golden checkpoint to the number of ranks and the flags of the run that loads it.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),
@@ -225,7 +225,7 @@ def unpack(folder: Path) -> None:
 
 
 def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
-    """Returns a job for each of ``runs``, which writes its progress to a folder named after it."""
+    """Returns a job for each of ``runs``. A job writes its progress to ``report-<name>``."""
     return [
         Job(name=name, ranks=ranks, flags=f"{flags} --progress-dir report-{name}")
         for name, (ranks, flags) in runs.items()
@@ -233,7 +233,7 @@ def run_jobs_of(runs: Mapping[str, tuple[int, str]]) -> list[Job]:
 
 
 def resume_jobs() -> list[Job]:
-    """Returns a job for each golden checkpoint of the trainer, which continues from it."""
+    """Returns a job for each golden checkpoint of the trainer. The job resumes from it."""
     runs = {}
     for name, (ranks, flags) in RESUMED.items():
         more = f"--load {name} --exit-on-missing-checkpoint --trust-checkpoint"
@@ -253,7 +253,7 @@ def pipeline_jobs() -> list[Job]:
 
 
 def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Returns the exact losses, gradient norms and learning rates of ``jobs``, by job name."""
+    """Returns the exact losses, gradient norms and learning rates, keyed by the name of the job."""
     results: dict[str, Any] = {}
     for job in jobs:
         reports = folder / f"report-{job.name}"

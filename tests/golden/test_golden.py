@@ -1,4 +1,4 @@
-"""Tests that the current code can read files that earlier code wrote (see ``cases.py``)."""
+"""Tests that the current code can read the files of an earlier version (see ``cases.py``)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def raise_version(path: Path, key: str, by: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with all golden files, and with copies of some that have a later version."""
+    """Returns a folder with all golden files, and with copies that claim a later format version."""
     folder = tmp_path_factory.mktemp("golden")
     cases.unpack(folder)
     for name in ("single", "pipeline-1", "corpus"):
@@ -125,9 +125,9 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(results: Any, expected: Any) -> None:
-    """Checks that ``results`` equal ``expected``, or almost equal it on an unlisted machine.
+    """Checks that ``results`` equal ``expected``, except for rounding on an unlisted machine.
 
-    Checksums of loaded data must be equal in any case.
+    Checksums of loaded data must always be equal.
     """
     if results == expected:
         return
@@ -177,7 +177,7 @@ def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:
 def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
     expected = dict(ANSWERS[name]) if isinstance(ANSWERS[name], dict) else ANSWERS[name]
     if name == "status":
-        # This job ran when progress was only written to logs. Progress is no longer read from logs.
+        # This job wrote its progress only to logs, from which progress is no longer read.
         for figure in "iteration iterations iteration_ms tokens_per_s is_over effective".split():
             del expected[figure]
     alike(cases.answer(name), expected, name)

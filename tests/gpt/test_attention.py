@@ -1,4 +1,4 @@
-"""Compares attention that uses kernels of torch with attention that computes all scores."""
+"""Compares torch's attention kernels with attention that computes all scores."""
 
 from __future__ import annotations
 

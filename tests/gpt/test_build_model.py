@@ -40,7 +40,7 @@ Weights = Callable[..., dict[str, torch.Tensor]]
 
 @pytest.fixture
 def weights(build: Callable[..., list[Any]]) -> Weights:
-    """Returns a function that builds a rank's only chunk, and returns its parameters by name."""
+    """Returns a function that builds a rank's only chunk and returns its named parameters."""
 
     def run(flags: str = "", pp_rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
         (chunk,) = build(f"--init-method-std 0.5 {flags}", pp_rank, ranks)
@@ -205,7 +205,7 @@ def test_rotation_is_fused_only_where_its_kernel_is(fusions: Callable[..., Any])
 def test_apex_norms_no_model_that_it_refuses(
     flags: str, build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a model with RMSNorm can be built with apex, whose norm does not support it."""
+    """Checks that models do not use apex's layer norm for RMSNorm, which it does not support."""
     monkeypatch.setattr(local_layers, "LayerNormImpl", FusedLayerNorm)
     (chunk,) = build(f"--normalization RMSNorm {flags}")
     norms = [module for name, module in chunk.named_modules() if name.endswith("layernorm")]
@@ -235,7 +235,7 @@ def test_outputs_are_freed_only_where_sends_keep_them(
 ) -> None:
     """Checks that megatron-core's own schedule keeps outputs with gloo, and frees them with NCCL.
 
-    With NCCL, it would otherwise need more memory than Megatron-LM.
+    If outputs were not freed with NCCL, training would need more memory than with Megatron-LM.
     """
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule}"
     if chunks > 1:

@@ -48,7 +48,10 @@ Draws = Callable[..., Numbers]
 
 @pytest.fixture
 def draws(one_rank: None) -> Draws:
-    """Returns a function that draws random numbers in a layer, or outside of layers for layer 0."""
+    """Returns a function that draws random numbers in layer ``layer``.
+
+    If ``layer`` is 0, the numbers are drawn outside of the layers.
+    """
 
     def run(layer: int = 2, seed: int = 5, step: int = 3, microbatch: int = 2) -> Numbers:
         keys = DropoutKeys(seed, enabled=True)
@@ -153,7 +156,7 @@ def test_in_evaluation_layers_leave_the_generators_alone() -> None:
 def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that a layer called within a fork of the generator draws the same when recomputed."""
+    """Checks that a layer draws the same numbers if it is recomputed after the fork has ended."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     keys, plain, layer = DropoutKeys(5, enabled=True), Drawing(3), Drawing(3, forks=False)
     keys.attach([plain, layer])

@@ -30,7 +30,7 @@ def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> Trainer
 
 
 def counted_flops(cfg: TrainerConfig) -> float:
-    """Returns the FLOPs per token of a forward and a backward pass of the model of ``cfg``."""
+    """Returns the model's FLOPs per token in a forward and a backward pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.adaptive import accelerator
@@ -100,7 +100,7 @@ def test_counts_the_vocabulary_but_no_recomputation() -> None:
 def test_asks_the_tokenizer_for_its_vocabulary(corpus: Corpus, tmp_path: Path) -> None:
     def with_files(vocab: Path) -> TrainerConfig:
         files = f"--vocab-file {vocab} --merge-file {corpus.merge_file}"
-        # The corpus has 400 tokens, so the size of the vocabulary is rounded up to 401.
+        # The vocabulary has 400 tokens, which this flag pads to 401.
         flags = "--make-vocab-size-divisible-by 401"
         return settings(flags, SMALL.replace("--vocab-size 127", files))
 

@@ -104,7 +104,7 @@ def test_positions_of_a_slice_with_several_documents_are_copied_without_a_wait()
 def test_host_memory_is_pinned_before_it_is_copied_to_a_gpu(
     is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a part of each row of a batch, which is not contiguous, is pinned first."""
+    """Checks that non-contiguous memory, a part of each row of a batch, is pinned first."""
     calls: list[tuple[str, Any]] = []
 
     def empty_like(tensor: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -59,7 +59,7 @@ def test_every_layer_is_once_in_its_stage(
             assert layout.get_num_layers_to_build(kind, chunk, rank) == (stage == holder)
     assert seen == list(range(sum(layers_per_stage)))
     assert not layout.validate_layer_layout(len(seen), None)
-    # The layout of a loop must equal the one that megatron-core computes.
+    # For a loop placement, the layout must equal the one that megatron-core computes.
     if placement.kind == "loop":
         stages = [["decoder"] * layers for layers in layers_per_stage]
         stages[0].insert(0, "embedding")

@@ -74,8 +74,8 @@ def first_weight(run: Run) -> torch.Tensor:
 def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     run = start("--log-num-zeros-in-grad")
     before = first_weight(run).clone()
-    # Store values as another model would have left them, under the names that the releases use. The
-    # run must remove them.
+    # Store losses as a previous model would leave them, under the names that releases of
+    # megatron-core use. The run must remove them.
     names = ("values", "loss_values", "correct_values", "total_values")
     MTPLossLoggingHelper.tracker.update({name: torch.ones(2) for name in names})
     first, second = train(run)

@@ -48,7 +48,7 @@ class GpuJob:
         ranks: Number of processes.
         like: Name of the reference job, which must have the same losses. Empty for a reference job.
         rel: Maximum relative difference of losses from those of the reference job.
-        moves: Number of layers per stage after each move of layers, by iteration.
+        moves: Number of layers per stage after each move of layers, keyed by iteration.
     """
 
     flags: str
@@ -68,7 +68,7 @@ class GpuJobs:
     """Runs the jobs of a table, and compares their results.
 
     Args:
-        table: Jobs by name.
+        table: Jobs, keyed by name.
         new_folder: Function that creates a folder with a given name.
         limit_s: Timeout in seconds for all jobs of one world size on a GPU. On a CPU, the timeout
             is three times as long.
@@ -121,6 +121,6 @@ def trainer_flags(more: str, *, is_fused: bool = False) -> list[str]:
 
 
 def losses_in(log: Path) -> dict[int, float]:
-    """Returns the losses in the trainer's log file ``log``, by iteration."""
+    """Returns the losses in the trainer's log file ``log``, keyed by iteration."""
     pairs = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
     return {int(iteration): float(loss) for iteration, loss in pairs}

@@ -1,4 +1,4 @@
-"""Tests that the kernels that torch chooses for attention apply the requested dropout rate."""
+"""Tests that torch's attention kernels apply the requested dropout rate."""
 
 from __future__ import annotations
 

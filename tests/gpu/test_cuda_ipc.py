@@ -64,7 +64,7 @@ def check_contents(rank: int, transport: NativeTransport, device: torch.device) 
     held = []
     for number in range(200):
         torch.cuda._sleep(rng.randrange(300_000))
-        # The last of these sizes is larger than a slot.
+        # A tensor of the last size needs more than SLOT_BYTES.
         size = (1, 1000, 1 << 18, 3 << 18)[number % 4]
         tensor = torch.full((size,), float(number), device=device)
         transport.send(1 - rank, label(number), tensor)

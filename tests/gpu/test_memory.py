@@ -14,8 +14,8 @@ from .jobs import UNFUSED
 
 LIMIT_S = 100.0
 CLOSING = Path(__file__).with_name("closing_rank.py")
-# This is the permitted growth. torch counts allocated bytes exactly, but the GPU driver allocates
-# memory in large blocks.
+# Memory may grow by these numbers of bytes. torch counts allocated bytes exactly, but the GPU
+# driver allocates memory in large blocks.
 SLACK_BYTES = {"allocated_bytes": 1 << 20, "device_bytes": 32 << 20, "shared_bytes": 1 << 20}
 FLAGS = (
     f"{SMALL_GPT} {UNFUSED} --num-layers 4 --train-iters 100 --mock-data"

@@ -84,8 +84,8 @@ def test_no_process_of_a_part_outlives_a_signal(tmp_path: Path, number: signal.S
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Restore the default action of SIGHUP. The program would otherwise inherit that SIGHUP is
-        # ignored if nohup has started the tests.
+        # Restore the default action of SIGHUP. If the tests run under nohup, the program would
+        # otherwise inherit that SIGHUP is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert program.stdout is not None

@@ -1,4 +1,4 @@
-"""Measures perftest and the RDMA transport in turn, on one node of the RDMA lab.
+"""Measures perftest and the RDMA transport alternately, on one node of the RDMA lab.
 
 ``rdma_speed.py`` starts this program on both nodes. Node 1 sends and node 0 receives, as with
 ``ib_write_bw``. Node 1 also writes the samples to ``LAB_SHARE``.
@@ -66,8 +66,8 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
             *(str(program), str(LATENCY_BYTES), str(_ROUNDS)),
             *(str(options["slots"]), str(options["slot_bytes"])),
         ],
-        # Rank 0 of ``rdma_measure`` prints the result, which node 1 needs. So the ranks are
-        # swapped.
+        # Swap the ranks, because rank 0 of ``rdma_measure`` prints the result, and node 1 needs
+        # it.
         env={
             **os.environ,
             "RANK": str(1 - rank),
@@ -85,7 +85,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measures perftest and the RDMA transport in alternation, and stores all times."""
+    """Measures perftest and the RDMA transport alternately, and stores all times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, required=True)
     arguments = parser.parse_args()

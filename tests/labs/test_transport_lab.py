@@ -158,7 +158,7 @@ def test_killed_ranks_leave_nothing_and_are_missed() -> None:
 
 
 def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:
-    """Checks that a peer that was written only from the documentation echoes all tensors."""
+    """Checks that an independent peer, written only from the documentation, echoes all tensors."""
     script = f"""
         if [ $RANK = 0 ]; then
             {programs.build("rdma_echo_test")} 21001 8 8192

@@ -47,7 +47,7 @@ def loader_of(seed: int) -> Iterable[dict[str, torch.Tensor]]:
 
 
 def refusal_of(pipeline: Pipeline, action: Callable[[], object]) -> str:
-    """Returns the message with which all ranks refuse ``action``, and checks that it is one line.
+    """Checks that ``action`` raises a one-line error, and returns its message.
 
     Also checks that no parameter of ``pipeline`` changes.
     """
@@ -102,7 +102,7 @@ def batches_may_differ_on_purpose() -> None:
 
 
 def a_later_difference_is_found() -> None:
-    """Checks that a difference that begins after the first calls is found in a later call."""
+    """Checks that a difference is found even if it begins after the first calls."""
     rank = dist.get_rank()
     same, other = make_batch(BATCH), make_batch(BATCH, rank)
     with make() as pipeline:
@@ -148,7 +148,7 @@ def only_values_that_stages_use_are_compared() -> None:
 
 
 def shapes_are_compared() -> None:
-    """Checks that the error names the entry whose shapes differ, or the numbers of microbatches."""
+    """Checks the errors about entries with different shapes and numbers of microbatches."""
     is_first = dist.get_rank() == 0
     with make() as pipeline:
         size = BATCH if is_first else 2 * BATCH
@@ -173,7 +173,7 @@ def shapes_are_compared() -> None:
 
 
 def replicas_have_batches_of_their_own() -> None:
-    """Checks that only the ranks of one replica must have the same batch, on four processes."""
+    """Checks that each replica may have a different batch. There are four processes."""
     rank = dist.get_rank()
     with make(pipeline_size=2) as pipeline:
         for seed in range(2):

@@ -1,4 +1,4 @@
-"""Runs one of two ranks, which joins and closes a job as many times as the argument says."""
+"""Runs one of two ranks, which join and close a job N times, where N is the argument."""
 
 from __future__ import annotations
 

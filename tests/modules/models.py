@@ -94,7 +94,7 @@ def wasteful() -> Wasteful:
 
 
 class Sharp(nn.Module):
-    """Model in which gradients between stages overflow in fp16 at a large loss scale."""
+    """Model whose gradients between stages overflow in fp16 if the loss scale is large."""
 
     def __init__(self) -> None:
         super().__init__()

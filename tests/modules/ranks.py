@@ -105,7 +105,7 @@ class Case:
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Runs the batch as a pipeline on ``size`` ranks with ``chunks`` stages each.
 
-        Returns the losses of the microbatches, and the gradients summed over ranks by name. If
+        Returns the losses of the microbatches, and the gradients summed over ranks. If
         ``forward_only``, runs no backward passes.
         """
         request = PipelineSettings(

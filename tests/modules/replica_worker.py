@@ -51,7 +51,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers of ``model`` that this process holds, by name."""
+    """Returns the parameters and buffers of ``model`` that this process holds, keyed by name."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor.detach().clone() for name, tensor in named if not tensor.is_meta}
 

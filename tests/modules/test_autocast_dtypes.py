@@ -1,4 +1,4 @@
-"""Tests that a recording on a CPU has the dtypes that autocast chooses on the GPUs of the stages.
+"""Tests that recordings on a CPU have the dtypes that autocast would choose on a GPU.
 
 The GPU is simulated: ``current_device`` returns a GPU. Torch's fake tensors on a GPU need no GPU.
 """
@@ -48,7 +48,7 @@ OPERATIONS = {
     "pow": lambda x: x**2,
     "sum": lambda x: x + x.sum(-1, keepdim=True),
     "custom": lambda x: Scale.apply(x),
-    # Code of the model that reads a dtype must get the dtype that it gets on a GPU.
+    # If the model reads a dtype during the recording, it must get the dtype of a run on a GPU.
     "read": lambda x: x.to(F.layer_norm(x, (4,)).dtype),
 }
 
@@ -78,7 +78,10 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sent_dtypes(tape: Tape) -> dict[str, torch.dtype]:
-    """Returns the recorded dtype of the tensor that each stage but the last sends, by operation."""
+    """Returns the recorded dtypes of the tensors between stages, keyed by operation.
+
+    Each stage except the last ends with one of the operations, and sends its result.
+    """
     plans = slice_tape(tape, (1,) * tape.num_segments)
     dtypes = [tape.values[number].dtype for plan in plans[:-1] for number in plan.sent]
     return dict(zip(OPERATIONS, dtypes, strict=True))
@@ -135,9 +138,10 @@ def test_a_recording_for_gpus_can_be_checked_on_the_cpu() -> None:
 @pytest.mark.usefixtures("has_gpu")
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_model_may_turn_autocast_off_for_one_of_the_devices(device_type: str) -> None:
-    """Checks the recorded autocast setting if the model names a device, or the device of a tensor.
+    """Checks that a model may turn autocast off for ``cuda``, or for the device of its tensors.
 
-    On a GPU, both forms turn autocast off for the stages.
+    The tensors are on the CPU while the model is recorded, but on a GPU when the stages run. Both
+    forms must turn autocast off for the stages.
     """
 
     class Exact(torch.nn.Module):

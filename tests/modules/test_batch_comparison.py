@@ -150,7 +150,7 @@ def test_another_order_on_a_rank_is_named() -> None:
     ],
 )
 def test_calls_in_which_batches_are_compared(options: dict[str, bool], due: set[int]) -> None:
-    """Checks that steps and evaluations are compared in the same calls, counted separately."""
+    """Checks which calls compare batches. Steps and evaluations are counted separately."""
     comparison = comparison_of(**options)
     for _ in range(2):
         for is_training in (True, False):

@@ -212,9 +212,9 @@ def test_recordings_are_bounded_and_reported_once(
 
 
 def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
-    """Checks that a new kind of microbatch is recorded only in the mode in which it is used.
+    """Checks that a new kind of microbatch is recorded only for training, or only for evaluation.
 
-    The two modes are training and evaluation.
+    The model is recorded in the mode that uses the microbatch.
     """
     modes = []
     model = viewer()

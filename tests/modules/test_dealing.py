@@ -138,10 +138,7 @@ def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None
 
 
 def test_a_list_that_was_changed_in_place_is_refused() -> None:
-    """Checks that a list that was changed in place is rejected.
-
-    Random numbers depend on the order of the list.
-    """
+    """Checks that a reordered list is rejected, because random numbers depend on its order."""
     batch = [part(10) for _ in range(6)]
     balance = balance_of(0, WORK)
     share = balance.share(batch)

@@ -67,7 +67,7 @@ def case_of(name: str) -> tuple[Case, Any]:
     return case, case.expected()
 
 
-# Every schedule runs with every model, and with pipeline sizes 2 and 4 in alternation.
+# Every schedule runs with every model. The pipeline sizes 2 and 4 alternate.
 CASES = [
     (name, (2, 4)[(index + turn) % 2], *scheduled)
     for turn, scheduled in enumerate(SCHEDULES)

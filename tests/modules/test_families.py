@@ -1,4 +1,4 @@
-"""Checks losses and gradients of ``transformers`` models to which cut points are added.
+"""Checks losses and gradients of ``transformers`` models with added cut points.
 
 The default run tests each family on two ranks with one placement. ``FAMILIES=all`` tests each
 family on one, two and four ranks with all placements, which takes minutes.

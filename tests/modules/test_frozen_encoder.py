@@ -37,7 +37,7 @@ RANKS, LIMIT_S = 4, 300.0
 WORKER = Path(__file__).with_name("frozen_worker.py")
 STATIC = ("interleaved", "zb-v", "1f1b")
 ENCODER, LANGUAGE = 6, 12
-"""Numbers of segments of the encoder and of the language model in the tests of partitions."""
+"""Numbers of encoder segments and language model segments in the tests of partitions."""
 MICROBATCHES = 16
 
 
@@ -56,8 +56,7 @@ def test_a_frozen_encoder_trains_like_the_whole_model(tmp_path: Path) -> None:
     traced = read_run(tmp_path / "traces")
     assert traced.complete_iterations() == (1, 2)
     assert {trace.header.frozen_stages for trace in traced.ranks.values()} == {2}
-    # A step without images is complete, although stages of the encoder run no backward passes in
-    # it.
+    # A step without images is complete, although the encoder's stages then run no backward passes.
     skipping = read_run(tmp_path / "skipping")
     assert {trace.header.frozen_stages for trace in skipping.ranks.values()} == {0}
     assert skipping.complete_iterations() == (1, 2, 3)

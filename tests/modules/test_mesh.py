@@ -37,7 +37,7 @@ def test_a_job_can_begin_anew_after_its_end(
 def test_a_gpu_that_a_rank_has_alone_is_known_in_process_groups_of_the_user(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a rank which sees only one GPU does not assume that all ranks share this GPU.
+    """Checks that a rank does not assume that all ranks share the only GPU that it sees.
 
     This also holds if the user has initialized torch.distributed. The backend is the user's.
     """

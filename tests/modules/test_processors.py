@@ -28,7 +28,7 @@ WORKER = str(Path(__file__).with_name("image_worker.py"))
 
 
 def require_packages(name: str) -> None:
-    """Skips the test if a package is missing that the processor of the family ``name`` needs."""
+    """Skips the test if the processor of the family ``name`` needs a package that is missing."""
     for package in IMAGE_FOLDERS[name].needs:
         pytest.importorskip(package, reason="bash prerequisite.sh --examples")
 

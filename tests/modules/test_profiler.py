@@ -122,7 +122,8 @@ def test_sizes_that_were_not_measured_are_marked(
     assert " s; estimated microbatches of 2, 4 samples\n" in said
     profile.write(tmp_path / "profile.json")
     written = profile_file.make_profile(profile_file.load(tmp_path / "profile.json")).layers
-    # The smallest size was measured, except for the split of its backward pass.
+    # The profile with split backward passes also marks size 1 as estimated, because only unsplit
+    # backward passes were measured.
     for layers, sizes in (
         (written, {1, 2, 4}),
         (profile_file.make_profile(profile.document(split=False)).layers, {2, 4}),

@@ -26,8 +26,8 @@ VIEWER: dict[str, Any] = {
 def trained(pipeline: Pipeline, batch: Any) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Trains ``pipeline`` for two steps on ``batch``.
 
-    Returns the losses, the last gradients and buffers by name, and the bytes kept for the backward
-    pass.
+    Returns the losses, the last gradients and buffers, and the number of bytes that are kept for
+    the backward pass.
     """
     with pipeline:
         losses = [pipeline.step(batch)[0] for _ in range(2)]

@@ -665,9 +665,10 @@ GPU_0, GPU_3 = torch.device("cuda", 0), torch.device("cuda", 3)
 def test_calls_use_the_gpu_of_their_stage(
     recorded: torch.device, device: torch.device, expected: list[Any]
 ) -> None:
-    """Checks the devices in arguments if each rank has recorded the model on GPU 0, or on its GPU.
+    """Checks that calls recorded on a GPU use the GPU on which their stage runs.
 
-    A stage on GPU 3 must not put tensors on GPU 0.
+    A rank may have recorded the model on GPU 0 or on its own GPU. A stage on GPU 3 must not put
+    tensors on GPU 0.
     """
     seen: list[Any] = []
 

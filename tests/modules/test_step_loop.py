@@ -102,7 +102,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The load does not read the checkpoint that failed, so it must not raise the failure.
+    # The load does not read the checkpoint whose save failed, so it must not raise that error.
     commit = PipelineFolder.commit
 
     def fail_at_four(self: PipelineFolder, step: int, *arguments: Any) -> Path:
@@ -119,7 +119,7 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
             begun.pipeline._checkpointer.saver.wait()
             begun.pipeline.load(tmp_path, state=begun.state)
             restored.append(begun.pipeline.steps)
-            fail()  # Stop the loop, because it could not continue from a different step.
+            fail()  # Stop the loop, because it cannot continue from an earlier step.
 
     with pytest.raises(KeyError):
         begun.run(9, tmp_path, save_interval=2, async_save=True, before=restore)
@@ -235,8 +235,8 @@ def test_one_process_takes_the_largest_microbatch_that_fits(
             assert (pipeline.micro_batch_size, pipeline.plan) == (size, None)
         gc.collect()  # Reference cycles keep process groups alive, so collect them.
     assert "profile: " not in capsys.readouterr().out
-    # If the model is estimated not to fit, the model is measured, and the error states the missing
-    # memory.
+    # If the estimated memory is too large, the pipeline measures the model. The error then states
+    # how much memory the model needs.
     with pytest.raises(ConfigError, match=r"fit into memory: .* needs .* GB but has only 1e-06 GB"):
         Pipeline(Tower(), tower, memory_limit_bytes=1000.0)
 

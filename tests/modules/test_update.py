@@ -51,7 +51,7 @@ def test_frozen_parameters_may_be_in_float16() -> None:
 def test_skipped_steps_are_reported_once(
     precision: Any, start: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the first skipped step is reported, or with a loss scale all at the end."""
+    """Checks the warning at the first skipped step, and the summary at the end in fp16."""
     good = {"x": torch.ones(4, 16)}
     bad = {"x": torch.full((4, 16), math.nan)}
     with Pipeline(Tower(), good, micro_batch_size=2, mixed_precision=precision) as pipeline:

@@ -52,7 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PREDICTED_STEPS = 3
 MEASURED = range(2, PREDICTED_STEPS + 1)
-"""Steps of which the fastest is used for comparisons.
+"""Measured steps. Comparisons use the fastest of these steps.
 
 The first step is excluded, because it includes the warm-up.
 """
@@ -183,10 +183,10 @@ def observed(folder: Path, url: str) -> None:
 
 
 def predicted(folder: Path, schedule: str) -> None:
-    """Writes the actual step time of each run, and the time that was predicted for it.
+    """Writes the measured and the predicted step time of each run.
 
-    The predictions come from the trace of the first run. Those of rank 0 decide which settings are
-    tried: each single change, and all changes together.
+    Rank 0 predicts the times from the trace of the first run. The other runs try the predicted
+    settings: each single change, and all changes together.
     """
     layout = LAYOUTS[schedule]
     base_s = _step_s(folder / "base", schedule, layout)

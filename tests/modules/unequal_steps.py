@@ -1,4 +1,4 @@
-"""Runs one of two ranks of a ``Pipeline``, of which one runs fewer steps than the other.
+"""Runs one of two ranks of a ``Pipeline``. One rank runs fewer steps than the other.
 
 Usage: ``unequal_steps.py TRANSPORT RANK``, where ``RANK`` is the rank with fewer steps.
 """
@@ -19,13 +19,13 @@ from megatron.adaptive.errors import PeerLostError
 
 
 def main(transport: Any, short_rank: int) -> None:
-    """Trains one step on rank ``short_rank`` and two on the other rank, and prints its error."""
-    # A comparison of batches would fail first, because its connection is closed.
+    """Trains one step on rank ``short_rank`` and two on the other, and prints the other's error."""
+    # Do not compare batches, because the comparison would fail before the step.
     options: dict[str, Any] = {
         "compare_batches": False,
         "transport": TransportConfig(transport=transport),
     }
-    # The time limit of the test is much shorter than that of a step, which is 600 s.
+    # The time limit of the test is much shorter than the 600 s that a step may take.
     with Pipeline(
         knotty(), make_batch(4), micro_batch_size=2, shared_weights=SHARED, **options
     ) as pipeline:

@@ -1,4 +1,4 @@
-"""Runs one of four ranks, which runs programs with the public ``Pipeline`` in sequence.
+"""Runs one of four ranks. Each rank runs several programs that use the public ``Pipeline``.
 
 Usage: ``worker.py FOLDER PROGRAM ...``. Each program checks its results. Writes the names of the
 programs that passed, and the error that stopped the run, to ``FOLDER/RANK.json``.

@@ -187,7 +187,7 @@ class Training:
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the training state that this rank holds, by name."""
+        """Returns the tensors of the training state that this rank holds, keyed by name."""
         tensors_by_name = {}
         leaf = self.optimizer.chained_optimizers[0]
         inner = leaf.optimizer
@@ -412,9 +412,9 @@ def with_disks(folder: Path, **flags: str | None) -> Flags:
 
 
 def scenario_local(jobs: Jobs, folder: Path) -> None:
-    """Checks that checkpoints on local disks are copied, and loaded from disks and from copies."""
-    # Embeddings are untied. If they were tied, the last stage would need the first stage's
-    # embedding, which is on another disk.
+    """Checks that local checkpoints are copied to shared storage, and that ranks can load both."""
+    # Untie the embeddings, because the last stage would otherwise need the first stage's embedding,
+    # which is on another disk.
     flags = with_disks(folder, keep_checkpoints="2", untie_embeddings_and_output_weights=None)
     run = Training(jobs, flags)
     for iteration in range(1, 5):

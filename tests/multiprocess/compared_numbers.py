@@ -65,7 +65,7 @@ def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Returns all values of a job that must equal those of a single process, also from validation.
+    """Returns the training and validation values that must equal those of a single process.
 
     The arguments are those of :func:`steps_of`.
     """
@@ -78,7 +78,7 @@ def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def differences(numbers: Numbers, expected: Numbers) -> Numbers:
-    """Returns the relative differences between ``numbers`` and ``expected``, by name."""
+    """Returns the relative differences between ``numbers`` and ``expected``, keyed by name."""
     assert numbers.keys() == expected.keys()
     ratios: Numbers = {}
     for name, values in numbers.items():
@@ -133,7 +133,7 @@ def require_same_numbers(case: Case, outcome: Outcome, further: str = "") -> Non
 
 
 def require_same_steps(cases: tuple[Case, ...], outcome: Outcome, further: str = "") -> None:
-    """Checks that jobs that resume from each other take the same steps as an uninterrupted job.
+    """Checks that a chain of resumed jobs takes the same steps as an uninterrupted job.
 
     The first of ``cases`` is the uninterrupted job.
     """

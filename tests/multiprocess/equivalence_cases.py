@@ -445,8 +445,8 @@ SLICED = (
     Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
-    # These cases have orders that are determined before the step, or experts, for which the
-    # documents of a row are counted separately.
+    # These cases determine the order of actions before the step, or have experts, which count the
+    # documents of a row separately.
     Case("hinted", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
     Case("hinted", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK}"),
     Case("hinted", pp=2, model=EXPERT_LENGTHS, extra=f"{TOKENS} 24"),

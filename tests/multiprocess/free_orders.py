@@ -1,4 +1,4 @@
-"""Generates orders of actions that match no schedule, and writes them to files.
+"""Generates random orders of actions, which differ from all schedules, and writes them to files.
 
 The files are for ``--schedule-file``. To generate an order, random pairs of neighboring actions are
 swapped in one of this project's schedules. A swap is kept only if the schedule stays valid.
@@ -23,7 +23,7 @@ ORIGINS = {
     "loop.csv": "breadth-first",
     "v.csv": "v-half",
 }
-"""Maps the name of each file to the schedule from which the order in the file is generated."""
+"""Maps each file name to the schedule that is changed to generate the file's order."""
 
 
 def free_order(file: str) -> Schedule:

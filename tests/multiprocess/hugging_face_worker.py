@@ -3,9 +3,9 @@
 Usage: ``hugging_face_worker.py FOLDER``, as ranks of a job. The file ``cases.json`` in this folder
 lists models and flags. If the file does not exist, a test writes one case after another to
 ``0.json``, ``1.json``, ... The folder of each model contains ``expected.safetensors`` with the
-logits of ``tokens``, and with the gradients of their mean loss by name. The program prints the
-errors of the logits, and the errors of the gradients of a step under the run's schedule. Errors are
-relative to the largest expected value.
+logits of ``tokens`` and the named gradients of their mean loss. The program prints the errors of
+the logits, and the errors of the gradients of a step under the run's schedule. Errors are relative
+to the largest expected value.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Forkserver:
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
         """Waits until all programs ``keys`` have exited, one has failed, or ``limit_s`` has passed.
 
-        Returns the exit statuses of the programs that have exited, by key.
+        Returns a dict that maps the key of each program that has exited to its exit status.
         """
         end_s = time.monotonic() + limit_s
         while True:

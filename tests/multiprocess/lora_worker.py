@@ -58,7 +58,7 @@ def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def shards_of_gradients(run: Run) -> Shards:
-    """Returns this rank's shards of the gradients of ``run``, by name, global shape and offset."""
+    """Returns this rank's gradient shards. The keys are name, global shape and offset."""
     trained = [
         weight for chunk in run.chunks for weight in chunk.parameters() if weight.requires_grad
     ]

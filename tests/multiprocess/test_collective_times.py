@@ -49,7 +49,7 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns the names of all compute slices of ``rank`` in ``events`` and of their parents.
+    """Returns the names of compute slices of ``rank`` in ``events``, with those of their parents.
 
     Each element is a tuple that begins with the outermost parent, and ends with the slice.
     """

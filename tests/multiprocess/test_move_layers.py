@@ -98,7 +98,7 @@ def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns an object that trains all cases, and that returns the results of a case."""
+    """Returns an object that trains all cases on first use, and provides their results."""
     cases = []
     for name, (flags, first, second) in SHAPES.items():
         moves = {"2": layers(first), "4": layers(second)}

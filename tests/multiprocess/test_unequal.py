@@ -116,7 +116,7 @@ def cases_of(size: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns an object that trains all cases, and that returns the results of a case."""
+    """Returns an object that trains all cases on first use, and provides their results."""
     return CaseRuns(cases_of, tmp_path_factory.mktemp, LIMIT_S)
 
 
@@ -133,7 +133,7 @@ def told(seen: dict[str, Any], key: str) -> list[float]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights in the checkpoint of the last iteration in ``folder``, by name."""
+    """Returns the weights in the checkpoint of the last iteration in ``folder``, keyed by name."""
     whole = folder / "whole.pt"
     if not whole.exists():
         dcp_to_torch_save(folder / f"iter_{STEPS:07d}", whole)

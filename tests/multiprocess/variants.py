@@ -3,9 +3,8 @@
 OTHER_SUMS = {"other-sums": 2, "sums-of-a-quarter": 4}
 """Variants of a case that compute matrix multiplications with a different order of summation.
 
-Each value is the number of all terms, divided by the number of terms that are added last. A single
-alternative order could happen to give almost the usual sums. With two alternative orders, this is
-unlikely.
+A value of n means that the first 1/n of the terms is added last. A single alternative order could
+happen to give almost the usual sums. With two alternative orders, this is unlikely.
 """
 SCALED_LAYER = "scaled-layer"
 """Error added on purpose: the gradients of one layer are too small by a factor of 1 - 1e-4."""

@@ -11,8 +11,8 @@ name. A case may also contain ``"moves": {iteration: [layers, ...]}``, the numbe
 stage after the iteration. The key ``"variant"`` selects a different order of summation or an error
 to add. See ``variants.py``.
 
-After every case, rank 0 writes ``RESULTS``, a JSON object that contains the results of all ranks by
-name of the case::
+After every case, rank 0 writes ``RESULTS``, a JSON object that maps the name of each case to the
+results of all ranks::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
      "layer_norms": [[{layer: float}, ...] per rank], "further": [[float, ...] per rank],

@@ -1,4 +1,4 @@
-"""Tests that the partition that is chosen for ranks of measured speeds is the best one."""
+"""Tests that the best partition is chosen for ranks with measured speeds."""
 
 from __future__ import annotations
 
@@ -212,9 +212,10 @@ def together(
     most: tuple[float, float] = (8.0, 8.0),
     halves: tuple[Loads, ...] = (),
 ) -> Decision:
-    """Returns the schedule, placement and partition that are chosen together for ``present``.
+    """Returns the schedule, placement and partition that are chosen together.
 
-    ``most`` contains the memory limits of a V and of a loop, in microbatches.
+    The ranks currently have the loads ``present``. ``most`` contains the memory limits of a V
+    placement and of a loop placement, in microbatches.
     """
     return choose_together(
         present,

@@ -62,7 +62,8 @@ def test_the_run_has_microbatches_of_one_size() -> None:
     assert dealt_widths(run) == Widths((2, 1))
     assert as_run(run) == run
     assert held_of(run, Widths((2, 1))) == (2.0, 1.0)
-    # A plan must remain unchanged if the trainer cannot run it, or if its stages have equal widths.
+    # A plan must remain unchanged if the trainer cannot run it, or if all of its stages have the
+    # same number of ranks.
     for other in (replace(searched, distributed_optimizer=True), plan_of(problem(), (1, 1))):
         assert as_run(other) == other
 
@@ -120,7 +121,10 @@ def test_weight_gradients_fill_the_waits_of_a_rule_that_separates_them() -> None
 
 @pytest.mark.parametrize("change", [{"recompute": "full"}, {"overlap_reduce": True, "dp": 2}])
 def test_weight_gradients_are_joined_where_the_trainer_joins_them(change: dict[str, Any]) -> None:
-    """Checks the default of the trainer with full recomputation, or if reductions overlap."""
+    """Checks that the planner does not split backward passes if the trainer does not.
+
+    By default, the trainer does not split them with full recomputation or overlapping reductions.
+    """
     inputs = problem()
     plan = replace(plan_of(inputs, (1, 1, 1), waves=3), partition=(3, 2, 2), schedule="adaptive")
     stages = StageSums.of(plan, inputs, OURS)

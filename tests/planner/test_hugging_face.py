@@ -217,8 +217,8 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     assert row.prediction.seconds == min(prediction.seconds for prediction in seen.values())
     held = [seen[ranks].stages[0].memory.parameter_bytes for ranks in (2, 8)]
     assert held[1] < held[0] / 2
-    # Two expert-parallel ranks are on one node. Only with eight, which are on two nodes, is the
-    # network used.
+    # Two expert-parallel ranks are on one node. Eight are on two nodes, so only eight use the
+    # network.
     longer = {
         ranks: predict(replace(row.plan, expert_ranks=ranks), slow).parts["tp"]
         - prediction.parts["tp"]

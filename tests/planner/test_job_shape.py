@@ -68,10 +68,10 @@ def job(
     slow: dict[str, float] | None = None,
     chunks: int = 1,
 ) -> Running:
-    """Returns a running job with one node per entry of ``gpus``, which is its number of GPUs.
+    """Returns a running job. ``gpus`` contains the number of GPUs of each node.
 
-    In larger microbatches, a sample takes less time. ``slow`` contains the factors by which the
-    times of some node types are longer.
+    In larger microbatches, a sample takes less time. ``slow`` contains the factors by which some
+    node types are slower.
     """
     kinds = [
         LayerKind(

@@ -1,4 +1,4 @@
-"""Tests that no predicted step is shorter than the messages of a node need on its network link."""
+"""Tests that predicted steps are not shorter than the time of a node's network messages."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def drawn_plan(problem: Problem, rng: random.Random) -> Plan:
 
 
 def busiest_s(plan: Plan, problem: Problem) -> float:
-    """Returns the time of the busiest network link, counted one message after the other."""
+    """Returns the time of the busiest network link, if it transfers one message at a time."""
     sent, received = Counter[int](), Counter[int]()
     model = problem.model
 

@@ -1,4 +1,4 @@
-"""Tests step times of fixed orders with launch times that waits hide, and with jitter."""
+"""Tests step times of fixed orders, with jitter and with launch overhead that waits may hide."""
 
 from __future__ import annotations
 

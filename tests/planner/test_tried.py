@@ -126,7 +126,7 @@ LINKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_measured_links_lengthen_the_step_and_change_no_layer(tensor: int) -> None:
-    """Checks that measured links add the time of messages and of the reduction of embeddings."""
+    """Checks that measured links add the times of messages and of the embeddings' reduction."""
     content = {**CONTENT, "degrees": {"tensor": tensor, "pipeline": 2, "data": 1}}
     cluster = cluster_of(content, "cpu")
     plan = plan_of(content, MODEL, cluster, "plan")

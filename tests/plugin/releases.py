@@ -1,4 +1,4 @@
-"""Provides the releases of megatron-core with which the tests of the plugin run."""
+"""Provides the releases of megatron-core for the tests of the plugin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 @pytest.fixture(scope="module", params=[pytest.param(version, marks=real) for version in VERSIONS])
 def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yields a PYTHONPATH with which processes import one of the releases of megatron-core."""
+    """Yields a ``PYTHONPATH`` that selects one of the releases of megatron-core."""
     if request.param == INSTALLED:
         yield str(ROOT)
         return

@@ -118,8 +118,8 @@ def test_a_program_with_its_own_loop_may_pause(
     arguments = argparse.Namespace()
     training.get_args = lambda: arguments
     monkeypatch.setitem(sys.modules, "megatron.training", training)
-    # Some programs, such as slime, parse Megatron-LM's flags, but have a training loop of their
-    # own.
+    # Some programs, such as slime, parse Megatron-LM's flags, but may pause in their own training
+    # loop.
     assert engine._evidence()["may_pause"]
     arguments.curr_iteration = 3
     assert not engine._evidence()["may_pause"]
@@ -130,7 +130,7 @@ def test_a_program_with_its_own_loop_may_pause(
 def test_ranks_that_share_a_gpu_are_counted_by_its_id(
     backend: str, installs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a rank that sees only its GPU, in process groups that Megatron-LM has created."""
+    """Checks that ranks on the same GPU are counted, although each rank sees only one GPU."""
     calls: list[bool] = []
     monkeypatch.setattr(device_collectives, "install", lambda: calls.append(True))
     monkeypatch.setattr(step_runner, "current_device", lambda: torch.device("cuda", 0))
@@ -160,7 +160,7 @@ def test_ranks_that_share_a_gpu_are_counted_by_its_id(
     ],
 )
 def test_what_loss_functions_report(reported: list[Any], mean: float | None) -> None:
-    """Checks which results of loss functions have a mean. Microbatches may have different keys."""
+    """Checks the mean of the reported losses. Microbatches may report different keys."""
     total = _summed_loss(reported)
     assert _mean_loss(total, 1) == mean
     # There are two replicas, but only one reported a loss, so there is no mean.

@@ -1,4 +1,4 @@
-"""Tests that initial weights that are drawn by layer do not depend on the layer's position."""
+"""Tests that ``by-layer`` initial weights do not depend on the position of the layer."""
 
 from __future__ import annotations
 

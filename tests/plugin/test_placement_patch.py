@@ -145,7 +145,10 @@ def one_of_three(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("schedule", ["interleaved", "megatron"])
 def test_groups_of_a_v_are_refused_in_a_loop(one_of_three: None, schedule: str) -> None:
-    """Checks that every rank notices, because otherwise the other ranks would wait for it."""
+    """Checks that each rank rejects process groups of a V placement for a loop placement.
+
+    If only some ranks raised the error, the other ranks would wait for them.
+    """
     three = {"num_layers": 6, "pipeline_model_parallel_size": 3}
     megatron.adaptive.install("zb-v")
     parallel_state.initialize_model_parallel(1, 3, 2, create_gloo_process_groups=False)

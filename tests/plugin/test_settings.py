@@ -32,8 +32,8 @@ def test_every_choice_is_possible(name: str) -> None:
     spec = schedule_spec(name)
     assert settings.kind == ("v" if spec.is_v_only else "loop")
     assert settings.is_rule == (spec.kind == "rule" or name == "auto")
-    # Backward passes are split if the schedule requires it. With "by default", this also depends on
-    # the model.
+    # The schedule decides whether backward passes are split. With "by default", the decision also
+    # depends on the model.
     decided = {"always": True, "never": False, "on request": False, "by default": None}
     assert settings.splits is decided[spec.splits_backward]
 

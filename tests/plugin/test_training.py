@@ -79,8 +79,8 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # All runs draw new weights by layer, so they are compared with the run "loop" instead of
-        # "plain".
+        # All runs draw the initial weights of each layer separately. The run "plain" does not, so
+        # compare them with the run "loop".
         "shape": CHUNKS,
         "runs": {
             name: {**settings, "first_weights": "by-layer"}
@@ -207,11 +207,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     results = run(TWO_RANKS, 2, tmp_path)
     by_layer = results.pop(4)["runs"]
     with_dropout = results.pop(2)["runs"]
-    # Dropout changes the numbers compared with the plain run. However, the numbers must not depend
+    # Dropout makes the numbers differ from those of the run "plain". However, they must not depend
     # on the order of actions.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
-    # Without the plugin, weights are drawn by rank instead of by layer.
+    # Without the plugin, the initial weights of a layer depend on the rank that holds the layer.
     assert by_layer["loop"] != by_layer["plain"]
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)

@@ -1,4 +1,4 @@
-"""Tests that model features that the plugin does not support are rejected with advice."""
+"""Tests that unsupported features of models are rejected with advice."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks that Megatron-LM's trainer computes the same with schedules of this project."""
+    """Checks that Megatron-LM's trainer gives the same results with schedules of this project."""
     said = {}
     for name, arguments in {
         "megatron": [],
@@ -161,7 +161,7 @@ def test_its_own_trainer_makes_damaged_indices_anew(
 def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks that losses are not changed by outputs that are freed before gloo has sent them."""
+    """Checks that outputs are not freed before gloo has sent them, which would change losses."""
     arguments = "--num-virtual-stages-per-pipeline-rank 2 --bf16 --position-embedding-type rope"
     said = {}
     for name in ("megatron", "adaptive"):

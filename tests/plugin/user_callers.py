@@ -344,7 +344,7 @@ class Offloaded:
 
 
 def served_weights(model: Model) -> str:
-    """Returns a digest of all weights of the pipeline, in the way an inference engine gets them."""
+    """Returns a digest of the pipeline's weights, as an inference engine would receive them."""
     digest = hashlib.sha256()
     ranks = dist.get_process_group_ranks(model.groups.pp)
     for source in ranks:
@@ -372,8 +372,8 @@ def served_weights(model: Model) -> str:
 def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
     """Trains an actor and a critic with a reference model, as verl does.
 
-    ``prepare`` is called with the models by name before the first step. Returns the results of this
-    rank.
+    ``prepare`` is called with a dict of the models before the first step. Returns the results of
+    this rank.
     """
     groups = make_groups(program)
     varying = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}

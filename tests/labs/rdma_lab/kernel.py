@@ -17,8 +17,8 @@ SOURCE = "linux-source-6.12"
 CONFIG = Path(__file__).with_name("kernel.config")
 
 # An arriving packet interrupts the processor of the node, but does not preempt a program that polls
-# memory. Such a program would see the data only after the next timer tick. Therefore, interrupts
-# also reschedule, and ticks are more frequent.
+# memory. Such a program would see the data only after the next timer tick. Therefore, the changed
+# kernel also preempts programs after interrupts, and has more frequent ticks.
 _HANDLED = "_sigio_handler(regs, irqs_suspended);\n"
 _TAKE = """\
 	if (need_resched() && current->mm)

@@ -45,9 +45,9 @@ class Result:
 
     Attributes:
         status: Exit status of the first node that failed, 124 after a timeout, or 0.
-        statuses: Exit status of each node by rank. The status is ``None`` if the command did not
-            finish.
-        output: Text that each node has written to stdout and stderr, by rank.
+        statuses: Exit status of each node, in the order of ranks. The status is ``None`` if the
+            command did not finish.
+        output: Text that each node has written to stdout and stderr, in the order of ranks.
         duration_s: Duration of the run in seconds, including the boot.
     """
 
@@ -274,7 +274,7 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Returns sets of processors, to which nodes of the kind ``machine`` are bound in rotation.
+    """Returns sets of processors. Nodes of the kind ``machine`` are bound to one set after another.
 
     User-mode Linux has one processor, but consists of two processes on the host: the kernel and its
     programs. Only one of these processes runs at a time. On different processors, system calls
@@ -313,7 +313,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # The memory of a node is a file in this folder, whose file system must allow execution.
+    # A node's memory is a file, which must be on a file system that allows execution.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder

@@ -141,7 +141,7 @@ def arguments(
         links: Sockets of the node's links to other nodes. A hub joins the links if there are
             several.
         memory_mib: Memory of the node, in MiB.
-        folders: Folders that the node mounts with write access, by mount tag.
+        folders: Folders that the node mounts with write access, keyed by mount tag.
         variables: Environment variables of the node's first process, as ``NAME=VALUE``.
     """
     command = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()

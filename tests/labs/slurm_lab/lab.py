@@ -182,7 +182,7 @@ class Lab:
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Simulates a power loss of the node ``name``, of which other nodes are not notified."""
+        """Simulates a power loss: the node ``name`` stops without notifying other nodes."""
         self.unplug(name)
         self.crash(name)
 
