@@ -151,9 +151,9 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Waits until ``gradient`` would have arrived, and checks that it is the expected gradient.
+        """Checks that ``gradient`` belongs to the output of ``stage`` for ``microbatch``.
 
-        The expected gradient is that of the output of ``stage`` for ``microbatch``.
+        Also waits for the emulated arrival of the message.
 
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
@@ -218,10 +218,10 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Waits until the message ``received`` would have arrived, and checks its content.
+        """Checks the content of the message ``received``, and waits for its emulated arrival.
 
         The message is the input of the action of kind ``kind`` on ``stage`` for ``microbatch``.
-        Returns the time at which the action starts, which is at least ``start_s``.
+        Returns the start time of the action, which is ``start_s`` or later.
         """
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
         # Earlier stages have added to the sum in a forward message, and later stages have added to

@@ -75,7 +75,7 @@ def _plain(loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
     return _logits(model, batch["tokens"]), partial(loss, batch)
 
 
-# The following class and functions imitate the actor of slime.
+# The following class and functions imitate the training actor of slime, a framework for RL.
 
 
 class Replay:
@@ -128,7 +128,7 @@ class Replay:
 
 
 def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy that shares the memory of its weights with its reference, as slime does.
+    """Trains a policy. The policy and its reference share a model and swap weights, as in slime.
 
     ``prepare`` is called with the model before the first step. Returns the results of this rank.
     """

@@ -1,4 +1,4 @@
-"""Tests that moving stages frees the old model, and that it requires enough host memory."""
+"""Tests that a move of stages frees the old model, and checks whether host memory is sufficient."""
 
 from __future__ import annotations
 

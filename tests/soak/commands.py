@@ -244,7 +244,7 @@ def write_files(folder: Path) -> None:
 
 
 def complaint(status: int, errors: str, part: str) -> str:
-    """Describes the error in a program's response to wrong input. Returns ``""`` if it is right.
+    """Returns what is wrong with a program's response to wrong input, or ``""`` if nothing is.
 
     Args:
         status: Exit status of the program.

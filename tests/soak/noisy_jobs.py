@@ -261,7 +261,7 @@ def of_noise(options: argparse.Namespace) -> Result:
 def main() -> int:
     """Runs the jobs and prints the results. Returns 1 if layers or shares stayed uneven."""
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
-    parser.add_argument("--minutes", type=float, default=60, help="minimum minutes of all jobs")
+    parser.add_argument("--minutes", type=float, default=60, help="minimum total time in minutes")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")
     parser.add_argument("--seed", type=int, default=500, help="seed of the noise")
     options = parser.parse_args()

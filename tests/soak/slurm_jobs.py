@@ -277,7 +277,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {"start": of_start, "
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses ``arguments``, or the arguments of this process if ``arguments`` is ``None``."""
     parser = parser_of(__doc__, PARTS, "fewer turns, within ten minutes")
-    parser.add_argument("--repetitions", type=int, help="repetitions of the part start, at least 3")
+    parser.add_argument("--repetitions", type=int, help='repetitions of the part "start" (>= 3)')
     options = parser.parse_args(arguments)
     options.repetitions = max(3, options.repetitions or (3 if options.quick else 7))
     return options

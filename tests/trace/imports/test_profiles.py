@@ -304,7 +304,10 @@ def test_what_a_file_says_of_its_rank_counts_before_its_name(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("info", [{}, {"distributedInfo": {"rank": 0, "world_size": 1}}])
 def test_files_of_one_process_follow_each_other(info: dict[str, Any], tmp_path: Path) -> None:
-    """Checks that steps are numbered across files that each start at step 0, as with repeat=2."""
+    """Checks that steps are numbered consecutively if a process writes several files.
+
+    Each file starts at step 0, as with ``repeat=2`` in the schedule of the profiler.
+    """
     _write(tmp_path / "h_1.1718000009999.pt.trace.json", _loop(9e6), **info)
     _write(tmp_path / "h_1.1718000000000.pt.trace.json", _loop(), **info)
     run = read_profiles(tmp_path)
