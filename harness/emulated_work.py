@@ -245,8 +245,7 @@ class RankWork:
     ) -> None:
         """Sleeps until the end of an action that started at ``start_s``, and records the action.
 
-        The action is the fraction ``fraction`` of the action of kind ``kind`` on ``stage`` for
-        ``microbatch``.
+        With a ``fraction`` below 1, only this part of the action runs.
         """
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)

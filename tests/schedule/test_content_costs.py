@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Returns the numbers of ``count`` random microbatches: tokens, token pairs, pixels, and 1.
+    """Returns tokens, token pairs, pixels and the constant 1 for ``count`` random microbatches.
 
     ``seed`` is the seed of the random generator.
     """

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (1)")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="folder of all files; resumes hangs"
+        "--keep", type=Path, metavar="DIR", help='folder of all files; "hangs" resumes from it'
     )
     parser.add_argument(
         "--beside", type=int, default=1, help="number of concurrent hanging jobs (1)"

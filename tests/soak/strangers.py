@@ -312,7 +312,7 @@ def crowds(
 def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Connects strangers to the listener ``service``. Runs in a separate process.
+    """Connects strangers (clients without the secret) to ``service``, in a separate process.
 
     ``seed`` is the seed of all random numbers.
 
@@ -350,7 +350,7 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Measures the effects of strangers on jobs, and returns table rows.
+    """Measures how strangers (clients without the secret) affect jobs, and returns table rows.
 
     See :func:`measure` for the arguments.
     """
@@ -582,7 +582,9 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
 
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to ``doctor`` while it waits for a node, then starts that node.
+    """Lets clients without the secret connect to ``doctor``, which waits for a node to start.
+
+    Then starts this node.
 
     The parameters are those of :func:`_talk`. The log is written to ``folder``.
     """
@@ -608,7 +610,9 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
 
 def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to a rank that waits for its peer, and then starts the peer.
+    """Lets clients without the secret connect to a rank that waits for its peer.
+
+    Then starts the peer.
 
     The ranks connect with the transport ``kind``. The other parameters are those of :func:`_talk`.
     """

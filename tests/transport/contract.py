@@ -123,7 +123,7 @@ def wrap_around(rank: Rank, kind: str) -> None:
 def far_ahead(
     rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
 ) -> None:
-    """Checks that sends do not wait for a receiver that takes no messages until all are sent.
+    """Checks that sends do not block if the receiver takes the first message after the last send.
 
     Rank 0 sends ``count`` messages of ``nbytes`` bytes.
 

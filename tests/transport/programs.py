@@ -67,7 +67,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Opens a channel for another shape on rank 0 than on rank 1, and returns rank 1's error."""
+    """Opens a channel with different shapes on both ranks, and returns the error of rank 1."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -146,8 +146,8 @@ def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
     """Sends ``count`` messages to rank 1, which replies after every ``ahead`` messages.
 
     Returns:
-        Excess of sent tensors in the sender's memory over messages that rank 1 has not yet
-        received, after several of the replies.
+        Number of sent tensors that rank 0 holds in memory, minus the number of messages that rank 1
+        has not yet received. There is one value for each of several replies.
     """
     transport, peer = rank.open("nccl")
     if rank.rank == 1:

@@ -199,7 +199,7 @@ def test_spans_of_megatron_lm_become_a_run(form: str) -> None:
     assert run.complete_iterations() == (1, 2, 3)
     assert not run.notes()
     tables = {rank: trace.table([2]) for rank, trace in run.ranks.items()}
-    for table in tables.values():  # An evaluation follows the step. Its spans must not be included.
+    for table in tables.values():  # The spans of the evaluation after the step must not be counted.
         for kind, count in (("F", 4), ("B", 4), ("optimizer", 1), ("collective", 1)):
             assert table.where(kind).sum() == count
     assert len(match_messages(tables)) == 2 * MICROBATCHES
