@@ -35,7 +35,7 @@ def lanes(milliseconds: float, chunk: int = 0) -> Lanes:
 def measured(
     rank: int, *steps: Lanes, shares: tuple[float, ...] = (1.0,), **more: object
 ) -> StepMeasurements:
-    """Returns measurements of several ``steps`` on rank ``rank``, which take equally long."""
+    """Returns measurements of rank ``rank`` in ``steps``, which are all equally long."""
     spans = (1.0,) * len(steps)
     return StepMeasurements(pp_rank=rank, steps=steps, spans_s=spans, shares=shares, **more)  # type: ignore[arg-type]
 

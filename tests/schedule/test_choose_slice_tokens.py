@@ -49,7 +49,7 @@ def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns the times of all slices if the documents are cut into slices of each of ``lengths``.
+    """Returns the times of the slices of all documents, for each slice length in ``lengths``.
 
     ``parts`` contains the times per slice, per token and per pair of tokens. The times are equal
     for all kinds of actions and all stages.

@@ -53,13 +53,13 @@ def main() -> int:
     parser.add_argument(
         "--events",
         type=int,
-        help=f"number of events of the soak ({EVENTS}; {QUICK_EVENTS} with --quick)",
+        help=f"number of events in the soak test ({EVENTS}; {QUICK_EVENTS} with --quick)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the soak's events (1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random events (1)")
     parser.add_argument(
         "--minutes", type=float, help="minutes after which no event begins (55; 1.5 with --quick)"
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the soak's logs")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the logs")
     options = parser.parse_args()
     quick: bool = options.quick
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
