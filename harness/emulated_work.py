@@ -6,9 +6,9 @@ tensors ``[16] float64``::
 
     [0] microbatch   [1] sum of (stage + 1) over all stages so far   [2] time at which it was sent
 
-Both forward and backward messages carry such a sum. Therefore an error is raised if a stage is
-skipped, runs twice or receives the tensor of a different microbatch. Such an error cannot make a
-step look faster than it is.
+Both forward and backward messages carry such a sum. An error is therefore raised if a stage is
+skipped, runs twice or receives the tensor of a different microbatch. Otherwise, such a mistake
+could make a step look faster than it is.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RankWork:
         seconds: Durations of all actions in seconds, indexed by ``[kind][stage][microbatch]``.
         sleeper: Object that makes this rank sleep.
         delay_s: Function that takes the sender's and the receiver's rank, and returns how many
-            seconds a message between them takes. A stage waits until its input would have arrived.
-            If it is ``None``, the transport itself delays messages.
+            seconds a message between them takes. A stage waits for the emulated arrival of its
+            input. If it is ``None``, the transport itself delays messages.
         frozen_stages: Number of stages at the start of the pipeline that run only forward passes
             and keep no activations.
 

@@ -66,7 +66,7 @@ def test_a_group_with_a_single_rank_does_not_call_gloo() -> None:
     assert work is not None
     assert work.wait()
     assert work.is_completed()
-    # dist.broadcast asks CUDA for the capability of the GPU.
+    # Call the group directly, because dist.broadcast asks CUDA for the capability of the GPU.
     dist.group.WORLD.broadcast([ones], dist.BroadcastOptions()).wait()
     dist.reduce(ones, dst=0)
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:

@@ -181,7 +181,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
     assert (move is not None) == goes_back
     if move is not None:
         assert (move.partition, move.former, move.is_return) == ((3, 3), (4, 2), True)
-    # A move that takes back another move is not checked again.
+    # A move back to an earlier partition is not checked again.
     assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
     assert len(lines) == 1
 

@@ -8,10 +8,10 @@ processes of this machine. The part ``start`` measures process start, import and
 torchrun, as a baseline for a change. The part ``copies`` keeps copies of each node's state in
 memory, kills a node at a random time, and counts the lost steps. The part ``soak`` randomly kills,
 suspends and disconnects nodes and fills their disks. The job must then continue or exit with a
-reason. The nodes are namespaces, so this part needs root. The part ``repartition`` measures the
-fraction of a slow rank's delay that moving layers recovers, and the time of a move. The part
-``pieces`` compares measured with predicted steps of models with cut points. Exits with status 1 if
-a limit is missed.
+reason. The nodes are namespaces, so this part needs root. The part ``repartition`` slows down a
+rank, and measures which fraction of the delay is recovered by moving layers, and how long a move
+takes. The part ``pieces`` compares measured with predicted steps of models with cut points. Exits
+with status 1 if a limit is missed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The part ``damages`` randomly corrupts checkpoints of the trainer and of a ``Pip
 verified and loaded. The part ``leases`` starts jobs on the same folder and kills the owners of
 its lease. In the part ``strangers``, clients without the secret connect to all listeners of
 real jobs. In the part ``secrets``, another user searches for planted secrets. The part
-``commands`` runs wrong command lines and files. The part ``control`` tests the manager of a job
+``commands`` tries invalid command lines and files. The part ``control`` tests the manager of a job
 with a thousand nodes. All nodes join at the same time, and are lost one at a time. The part
 ``soak`` kills, suspends and disconnects nodes, fills their disks, and flips bits in checkpoints.
 Its nodes are namespaces, so it needs root. The part ``hangs`` checks stalled jobs and their
@@ -116,7 +116,7 @@ def look_for_secrets(seed: int) -> Result:
 
 
 def give_wrong_commands() -> Result:
-    """Runs wrong command lines and commands with damaged files, and counts the wrong responses."""
+    """Runs invalid command lines and commands with damaged files. Counts the wrong responses."""
     result = commands.measure()
     note = f"the slowest took {result['longest_s']:.1f} s"
     wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]

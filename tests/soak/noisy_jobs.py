@@ -5,7 +5,7 @@
 All ranks are equally fast, because their layers sleep for the same time
 (``support/timed_layers.py``). Other programs use random processors for random times. A job with
 ``--repartition auto`` or ``--pipeline-schedule auto`` may move layers, but must move them back
-at the next decision, unless the job ends before. A job that distributes microbatches by speed
+at the next decision, unless the job ends first. A job that distributes microbatches by speed
 must give each replica about half of them. Exits with status 1 if layers or the shares of replicas
 stay uneven.
 """

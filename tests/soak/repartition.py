@@ -1,4 +1,4 @@
-"""Measures how much of a slow rank's delay moving layers recovers, and the time of a move.
+"""Measures how much time a job with a slow rank saves by moving layers, and how long moves take.
 
 Four ranks train a GPT whose layers take a fixed time (``timed_layers.py``), 1.5 times as long on
 one rank. ``--repartition auto`` chooses a partition. Then the same processes alternate between this

@@ -3,7 +3,7 @@
 A stranger is a client that does not know the job's secret. This machine runs an elastic job of two
 nodes that keep snapshots for each other and compare clocks, a master of pods that waits for its
 worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm``. One process per
-listener opens many connections from many addresses, and sends random bytes, messages of a version
+listener opens many connections from many addresses, and sends random bytes, messages of a protocol
 without secrets, and handshakes that are truncated, guessed, repeated or reflected. It also keeps
 hundreds of idle connections open. The process does not close a connection before the listener does,
 so that the listener can read everything. For Unix sockets, the process runs as another user.

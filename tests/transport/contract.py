@@ -207,7 +207,7 @@ def _backward(
     """
     for received, output in graphs:
         value = output.detach().clone()
-        # This is what megatron-core's deallocate_output_tensor and custom_backward do.
+        # Do the same as megatron-core's deallocate_output_tensor and custom_backward.
         output.data = torch.empty(1)
         torch.autograd.Variable._execution_engine.run_backward(
             (output,), (torch.ones_like(value),), False, False, (), True, True
@@ -542,8 +542,8 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        # For these transports, the error in the queue may contain more details than that of the
-        # send.
+        # For these transports, the error in the queue may contain more details than the error that
+        # the send raised.
         error = error_of(lambda: _take(transport, 5.0))
         first = error if error[0] != "none" else first
     sending = ["none", ""]

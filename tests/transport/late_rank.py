@@ -1,4 +1,4 @@
-"""Trains two pipeline stages with two tensor-parallel ranks each. One rank can be late.
+"""Trains two pipeline stages with two tensor-parallel ranks each. Rank 1 is always late.
 
 The executor and the channels are real, but each rank's device is simulated by a thread. The thread
 runs kernels in the order of their launch, but much later. Each kernel contains an all-reduce.
@@ -33,7 +33,7 @@ _SHAPE = (3,)
 
 
 class Device(HostStreams):
-    """Simulates a device whose kernels a thread runs in one compute stream."""
+    """Simulates a device with a single compute stream, whose kernels run in a thread."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._stream = Worker("computing stream", failed)

@@ -303,7 +303,7 @@ def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedu
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )
-    # The gradient of a microbatch has three elements, which start as the number of the microbatch.
-    # The all-reduce in each of the two backward passes doubles them.
+    # The gradient of a microbatch has three elements, which are initially equal to its index. The
+    # all-reduce in each of the two backward passes doubles them.
     assert first == late == [[3.0 * 2 * 2 * number for number in range(6)]] * 6
     assert others == [[[]] * 6] * 2
