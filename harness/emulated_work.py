@@ -6,9 +6,9 @@ tensors ``[16] float64``::
 
     [0] microbatch   [1] sum of (stage + 1) over all stages so far   [2] time at which it was sent
 
-Both forward and backward messages carry such a sum. Therefore an error is raised if a stage is
-skipped, runs twice or receives the tensor of a different microbatch. Such an error cannot make a
-step look faster than it is.
+Both forward and backward messages carry such a sum. An error is therefore raised if a stage is
+skipped, runs twice or receives the tensor of a different microbatch. Otherwise, such a mistake
+could make a step look faster than it is.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RankWork:
         seconds: Durations of all actions in seconds, indexed by ``[kind][stage][microbatch]``.
         sleeper: Object that makes this rank sleep.
         delay_s: Function that takes the sender's and the receiver's rank, and returns how many
-            seconds a message between them takes. A stage waits until its input would have arrived.
-            If it is ``None``, the transport itself delays messages.
+            seconds a message between them takes. A stage waits for the emulated arrival of its
+            input. If it is ``None``, the transport itself delays messages.
         frozen_stages: Number of stages at the start of the pipeline that run only forward passes
             and keep no activations.
 
@@ -151,9 +151,9 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Waits until ``gradient`` would have arrived, and checks that it is the expected gradient.
+        """Checks that ``gradient`` belongs to the output of ``stage`` for ``microbatch``.
 
-        The expected gradient is that of the output of ``stage`` for ``microbatch``.
+        Also waits for the emulated arrival of the message.
 
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
@@ -218,10 +218,10 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Waits until the message ``received`` would have arrived, and checks its content.
+        """Checks the content of the message ``received``, and waits for its emulated arrival.
 
         The message is the input of the action of kind ``kind`` on ``stage`` for ``microbatch``.
-        Returns the time at which the action starts, which is at least ``start_s``.
+        Returns the start time of the action, which is ``start_s`` or later.
         """
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
         # Earlier stages have added to the sum in a forward message, and later stages have added to
@@ -245,8 +245,7 @@ class RankWork:
     ) -> None:
         """Sleeps until the end of an action that started at ``start_s``, and records the action.
 
-        The action is the fraction ``fraction`` of the action of kind ``kind`` on ``stage`` for
-        ``microbatch``.
+        With a ``fraction`` below 1, only this part of the action runs.
         """
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)

@@ -213,7 +213,9 @@ class TrainingRank(GptRank):
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
     ) -> dict[str, Any]:
-        """Measures runs with and without a feature in turn, after one warm-up run of each kind.
+        """Alternates between runs with and without a feature, and measures the runs.
+
+        Before the measurement, there is one warm-up run of each kind.
 
         Args:
             rounds: Number of rounds. Each round has two runs with the feature and two runs without

@@ -11,7 +11,7 @@ class Link(Protocol):
     """Bidirectional connection that carries messages between two processes."""
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Prepares to receive ``count`` messages of ``nbytes`` bytes, for example posts buffers."""
+        """Prepares for ``count`` messages of ``nbytes`` bytes, for example by posting receives."""
 
     def send(self, payload: Any) -> None:
         """Starts to send ``payload``. May wait until previous messages have been sent."""

@@ -158,7 +158,7 @@ def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
             process.start()
         end_s = time.monotonic() + limit_s
         try:
-            # If one rank fails, the other ranks would wait forever, so stop waiting.
+            # Stop as soon as one rank fails, because the other ranks would wait for it forever.
             while any(process.exitcode != 0 for process in processes):
                 if any(process.exitcode for process in processes):
                     statuses = [process.exitcode for process in processes]

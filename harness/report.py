@@ -149,7 +149,7 @@ def parser_of(
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write results to this file")
     text = "append the table to this page, with date, machine, command and commit"
     parser.add_argument("--results", type=Path, metavar="FILE.md", help=text)
     if parts:

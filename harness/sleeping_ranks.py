@@ -91,11 +91,11 @@ class IdleStages:
         """Does nothing, because no activations are stored."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns 1, although no activations are stored."""
+        """Returns 1, so that each forward pass counts as one unit of activations."""
         return 1
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns 1, although nothing is retained."""
+        """Returns 1, so that each microbatch counts as one unit of retained memory."""
         return 1
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
@@ -112,9 +112,8 @@ class Channels:
         replica: Index of the pipeline replica to which this rank belongs.
         replicas: Number of pipeline replicas.
         recorder: Object that records the executor's actions for a trace, or ``None``.
-        agree: Function that takes this rank's completion queue, and returns the object with which
-            the ranks of a decision group choose the same actions. ``None`` if there is no such
-            group.
+        agree: Function that takes this rank's completion queue, and returns an agreement for ranks
+            that must run the same actions. If ``None``, each rank chooses its actions alone.
         varies: Whether the shape may change between messages. If true, each message is sent as two
             gloo messages, a header and a payload.
     """
@@ -165,7 +164,7 @@ class Channels:
         self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
 
     def close(self) -> None:
-        """Closes the agreement and the transport. All ranks must call this together."""
+        """Closes the channels to the other ranks. All ranks must call this together."""
         self.agreement.close()
         self._transport.close()
 

@@ -17,7 +17,7 @@ from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.liveness import here
 
 LIMIT_S = 60.0
-"""Largest time in seconds to wait for a message."""
+"""Maximum time in seconds to wait for a message."""
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 

@@ -81,7 +81,7 @@ def test_ranks_share_gpus_in_turn(
 
 @without_gpu
 def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> None:
-    """Checks that threads can set the current device, which is GPU 0 in a new thread."""
+    """Checks that a new thread, whose current device is GPU 0, can switch to the rank's GPU."""
     gpu = torch.device("cuda", 1)
     threads = [
         threading.Thread(target=call, args=arguments)
@@ -100,8 +100,8 @@ def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> 
 def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     cpu = detect(0)
     before = cpu.memory_in_use_bytes()
-    # Map new memory, because a heap allocation could reuse freed memory and not increase memory
-    # use.
+    # Map new memory. An allocation from the heap could reuse freed memory, so that memory use would
+    # not increase.
     block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.write(bytes(1) * len(block))
     after = cpu.memory_in_use_bytes()
@@ -261,7 +261,7 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
 def test_jobs_of_tests_replace_gloos_collectives_if_ranks_share_a_gpu(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the program that trains the models of ``tests/gpu``.
+    """Checks that the program that trains the models of ``tests/gpu`` replaces gloo's collectives.
 
     Without the replacements, gloo would read the addresses of GPU tensors as host memory.
     """

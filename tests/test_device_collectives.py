@@ -43,7 +43,7 @@ def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
 
 @pytest.fixture
 def _without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installs the replacements over methods that fail, and restores the methods at the end."""
+    """Installs the replacements of collectives. Calls of the original methods fail the test."""
 
     def fail(*_: object) -> None:
         pytest.fail("a group with a single rank called gloo")
@@ -66,7 +66,7 @@ def test_a_group_with_a_single_rank_does_not_call_gloo() -> None:
     assert work is not None
     assert work.wait()
     assert work.is_completed()
-    # dist.broadcast asks CUDA for the capability of the GPU.
+    # Call the group directly, because dist.broadcast asks CUDA for the capability of the GPU.
     dist.group.WORLD.broadcast([ones], dist.BroadcastOptions()).wait()
     dist.reduce(ones, dst=0)
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
@@ -106,7 +106,10 @@ def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() ->
 def test_only_ranks_that_share_a_gpu_get_them(
     other_gpu: str, installs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a rank that sees one GPU, and only learns from the other rank whether it shares it."""
+    """Checks that a rank replaces collectives only after it knows that its GPU is shared.
+
+    The rank sees one GPU, and learns from the other rank whether they use the same one.
+    """
     calls: list[bool] = []
     monkeypatch.setattr(device_collectives, "install", lambda: calls.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -112,8 +112,8 @@ except errors.SetupError as error:
             shutil.copy(package / name, copied)
         (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
         code = "from megatron.adaptive import extension; print(extension.why_missing())"
-        # Python does not find installed packages if it is started with -S. This checkout may be
-        # installed, and its extension is built.
+        # Hide installed packages with -S, because this checkout may be installed, including its
+        # built extension.
         command = [sys.executable, "-S", "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         said = subprocess.run(

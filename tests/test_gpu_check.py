@@ -94,7 +94,7 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
     assert content["gpus"] == 1
     for part in content["parts"]:
         assert f"| {part['name']} | {part['state']} |" in page
-    # The page has only the last lines of a failed part, so the log has the whole output.
+    # The page shows only the last lines of a failed part. The log must contain all of its output.
     log = (tmp_path / "gpu_check.log").read_text()
     assert "==== hangs: cut\nhangs\n" in log
     lines = [*map(str, range(90)), "no such thing"]
@@ -136,9 +136,10 @@ def test_a_machine_without_torch_is_one_line_and_status_2(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_set_up_does_not_leave_the_python_that_has_torch(has_torch: bool, tmp_path: Path) -> None:
-    """Checks a virtual environment to which pip cannot add packages.
+    """Checks the choice of Python if pip cannot add packages to the virtual environment.
 
-    ``prerequisite.sh`` then creates a new environment, which cannot get torch without a network.
+    ``prerequisite.sh`` then creates a new environment. Without a network, it cannot install torch
+    there.
     """
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copy(ROOT / "requirements-test.txt", tmp_path)

@@ -114,7 +114,7 @@ def test_what_a_machine_lacks_comes_with_what_that_requires(index: Path, tmp_pat
 
 
 def test_without_a_list_a_pack_has_what_most_machines_lack(index: Path, tmp_path: Path) -> None:
-    """Checks that a pack has the package with which the monitor reads facts about the GPU."""
+    """Checks that a pack contains the usually missing packages if no list of packages is given."""
     done = fetch(index, tmp_path / "wheels")
     assert done.returncode == 0, done.stderr
     names = {path.name.partition("-")[0] for path in (tmp_path / "wheels").iterdir()}

@@ -82,9 +82,9 @@ def door() -> Iterator[Door]:
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
-    """Runs a handshake between a visitor and a listener, and returns both of its sides.
+    """Runs a handshake between a client and a listener, and returns both of its sides.
 
-    The visitor has the secret ``first`` and states ``purpose``. The listener has the secret
+    The client has the secret ``first`` and states ``purpose``. The listener has the secret
     ``second`` and expects the purpose ``test``.
     """
     visitor = Handshake(first, purpose, visiting=True)

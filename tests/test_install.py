@@ -172,7 +172,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a wheel without the C++ extension. The requirements of the package are the same."""
+    """Returns a wheel without the C++ extension. It has the same requirements as a full wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     done = build_wheel(folder, MEGATRON_ADAPTIVE_EXTENSION="0")
     assert done.returncode == 0, done.stderr
@@ -306,7 +306,10 @@ TRAINING = """
 def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
     empty: Environment, wheel: Path, tmp_path: Path
 ) -> None:
-    """Checks that pip installs a pre-release if there is nothing else, and that it can train."""
+    """Checks an installation with the pre-release of torch that an NVIDIA container has.
+
+    The folder of wheels has no other release of torch. The environment must be able to train.
+    """
     core = UNPACKED / "megatron-core==0.19.2"
     triton = next(UNPACKED.glob("triton==*"), None)
     if not core.exists() or triton is None:

@@ -128,13 +128,13 @@ class TestMessages:
     def test_arrivals_of_a_class_of_the_caller(
         self, native: ModuleType, pair: tuple[Any, Any]
     ) -> None:
-        """Checks that arrivals can have a class of the caller, and that they free attached data."""
+        """Checks that arrivals can be of a caller's subclass, and that they free attached data."""
 
         class Mine(native.Arrival):  # type: ignore[misc, name-defined]
             __slots__ = ()
 
             def _take(self) -> torch.Tensor:
-                raise AssertionError("must be called only for variants and devices")
+                raise AssertionError("_take is only for special dtypes and for devices")
 
         low, high = pair
         with pytest.raises(TypeError, match="a subclass of Arrival"):

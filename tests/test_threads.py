@@ -78,7 +78,7 @@ def test_files_whose_threads_touch_no_device_name_none() -> None:
 def test_the_thread_of_the_hang_guard_makes_the_processs_gpu_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the thread does this before it asks the GPU which actions have finished."""
+    """Checks that the hang guard's thread selects the GPU before it reads the rank's state."""
     events: list[str] = []
     was_read = threading.Event()
 
@@ -91,7 +91,7 @@ def test_the_thread_of_the_hang_guard_makes_the_processs_gpu_current(
     monkeypatch.setattr(HangGuard, "_start", lambda *_: None)
     monkeypatch.setattr(hang_guard.os, "access", lambda *_: False)
     monkeypatch.setattr(hang_guard.tempfile, "gettempdir", lambda: str(tmp_path))
-    # Read only after the test has set the function.
+    # Let the thread wait for ``ready``, so that it reads only after ``guard.snapshot`` is set.
     ready = threading.Event()
     accelerator = types.SimpleNamespace(
         is_cuda=True,

@@ -298,8 +298,8 @@ NO_CUDA = (
     if torch.backends.cuda.is_built()
     else "Torch not compiled with CUDA enabled"
 )
-# Each value contains the expected result of a canary, and a part of the error that the canary
-# raises if its substitute is missing.
+# Canaries are calls that fail without CUDA unless they are substituted. Each value has the expected
+# result of a canary, and a part of the error that it raises without its substitute.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
@@ -379,7 +379,7 @@ def test_substitutions_are_made_once(answers: dict[str, Any]) -> None:
 
 @without_gpu
 def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str, Any]) -> None:
-    """Checks that programs of Megatron-LM get substitutes, and that other programs do not."""
+    """Checks that only programs of Megatron-LM get substitutes for functions that need CUDA."""
     assert answers["given"] == ["cpu", "cpu", "meta", "cpu", 1, "cpu", "cpu", "meta"]
     for answer in answers["others"][:3]:
         assert NO_CUDA in answer["error"]

@@ -38,5 +38,5 @@ def simulate_with_wrong_types(placement: Placement, policy: Policy, times: Stage
     # The cap must be a number, not a string.
     make_policies("adaptive", placement, 4, cap="8")  # type: ignore[arg-type]
     simulate(placement, 4, [policy], times, weight_pieces=0.5)  # type: ignore[arg-type]
-    # The name of this parameter does not exist; it is weight_pieces.
+    # The correct name of the parameter is weight_pieces.
     simulate(placement, 4, [policy], times, pieces=4)  # type: ignore[call-arg]

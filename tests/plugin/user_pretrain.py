@@ -13,8 +13,8 @@ Settings may contain ``then``: the settings of a second run that continues from 
 Rank 0 writes ``RESULTS``, with the results of each rank for each case and run, and the error line
 of each rejected run. With ``again``, this is the error of a second step with new process groups.
 With ``fewer chunks``, it is the error of a second step that passes only the first chunk. A run with
-traces saves a checkpoint after its evaluation. The last run ends when the interpreter exits, and
-the plugin is still installed then.
+traces saves a checkpoint after its evaluation. When the interpreter exits, the plugin of the last
+run is still installed.
 """
 
 from __future__ import annotations

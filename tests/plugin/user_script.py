@@ -80,7 +80,7 @@ def _numbers(values: Any) -> dict[str, str]:
 
 
 def _number(value: Any) -> str:
-    # The value is a pair of a sum and the number of tokens over which it was taken.
+    # A pair contains a sum, and the number of tokens that were added up.
     if isinstance(value, list | tuple):
         return " ".join(map(_number, value))
     if hasattr(value, "numel") and value.numel() > 1:

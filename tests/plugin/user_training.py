@@ -269,7 +269,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
             parallel_state.is_pipeline_last_stage,
         )
     )
-    # Megatron-LM's get_batch and get_batch_on_this_tp_rank check the same condition.
+    # Pass only the inputs that Megatron-LM's get_batch and get_batch_on_this_tp_rank would pass.
     if not is_end or parallel_state.is_pipeline_first_stage():
         batch["labels"] = batch["mask"] = None
     looks_up_again = is_end and get_attr_wrapped_model(model, "config").mtp_num_layers

@@ -2,10 +2,10 @@
 
 The programs do not use this package. They build their models with :mod:`user_callers`:
 
-- :func:`run_replay` imitates the actor of slime. The policy and the reference use the same model
-  and exchange its weights. A call without gradients records which outputs each layer selects.
-  Training then replays these selections, first in the forward passes and again in the recomputation
-  before each backward pass.
+- :func:`run_replay` imitates the training actor of slime, a framework for reinforcement learning.
+  The policy and the reference take turns in one model, whose weights are exchanged. A call without
+  gradients records which outputs each layer selects. Training then replays these selections, first
+  in the forward passes and again in the recomputation before each backward pass.
 - :func:`run_threads` imitates a worker with several threads. Each call is made in a new thread.
   Calls without gradients run in torch's inference mode, and the first call is one of these.
 
@@ -75,7 +75,7 @@ def _plain(loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
     return _logits(model, batch["tokens"]), partial(loss, batch)
 
 
-# The following class and functions imitate the actor of slime.
+# The following class and functions imitate the training actor of slime, a framework for RL.
 
 
 class Replay:
@@ -128,7 +128,7 @@ class Replay:
 
 
 def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy that shares the memory of its weights with its reference, as slime does.
+    """Trains a policy. The policy and its reference share a model and swap weights, as in slime.
 
     ``prepare`` is called with the model before the first step. Returns the results of this rank.
     """

@@ -60,7 +60,7 @@ def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(
 ) -> None:
     blamed = failed(links([value * 1e-3 for value in times_ms]), nodes)
     assert [node.node for node in blamed] == at_fault
-    # A node cannot measure a link alone, so a slow link sets no limits.
+    # Limits are for the tests that a node runs alone. A link needs two nodes, so it has no limit.
     assert all(node.limits == {} for node in blamed)
 
 

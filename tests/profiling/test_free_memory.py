@@ -108,8 +108,8 @@ def test_ranks_that_share_a_gpu_divide_what_others_leave_there(
 ) -> None:
     """Checks that the ranks on a GPU divide its free memory, even if each rank sees only this GPU.
 
-    Slurm shows only one GPU to each rank with ``--gpus-per-task``. Eight ranks on a node with eight
-    GPUs would then get an eighth of the memory of their GPU.
+    With ``--gpus-per-task``, Slurm shows each rank only its own GPU. Eight ranks on a node with
+    eight GPUs must not be mistaken for ranks that share one GPU.
     """
     cuda = SimpleNamespace(
         # The GPU has 80 GiB of memory, of which 30 GiB are free.

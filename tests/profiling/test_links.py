@@ -148,10 +148,7 @@ def test_each_message_fits_in_a_slot(
     slots: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks the channels of a measurement, because large messages need large slots.
-
-    Between ranks that share a GPU, other messages are copied through the host.
-    """
+    """Checks that each measurement opens channels whose slots are large enough for its messages."""
     opened: list[int] = []
     sizes: list[int] = []
     closed: list[bool] = []

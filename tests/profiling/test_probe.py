@@ -138,7 +138,10 @@ def test_noisy_figures_of_equal_ranks_give_hardly_an_outlier() -> None:
 
 
 def test_an_outlier_differs_more_than_repeated_measurements_of_the_others() -> None:
-    """Checks twice the median, on a machine where measurements of the others differ ``spread``."""
+    """Checks that a rank at twice the median time is an outlier only if noise is smaller than that.
+
+    The repeated measurements of the other ranks differ by the factor ``spread``.
+    """
     hosts = ["n"] * 12
 
     def outliers(spread: float, slow: float) -> list[int]:
@@ -201,7 +204,10 @@ def test_a_failure_stays_and_the_better_figure_counts() -> None:
 def test_outliers_are_repeated_after_pauses(
     disturbed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a rank that is slow in all of its first ``disturbed`` measurements."""
+    """Checks how often a probe measures a rank again whose first measurements are slow.
+
+    The first ``disturbed`` measurements of the rank are slow.
+    """
     measured: list[int] = []
     pauses_s = record_sleeps(monkeypatch)
 

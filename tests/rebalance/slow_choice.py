@@ -1,4 +1,4 @@
-"""Runs the trainer with simulations that take longer than other ranks wait."""
+"""Runs the trainer with simulations that exceed their time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def simulate_for_long(*_: Any) -> None:
 
 if __name__ == "__main__":
     vars(schedule_auto)["evaluate"] = simulate_for_long
-    # Replace the whole search. If it expected no gain, the search itself would not simulate steps.
+    # Replace the whole search, because a search that expects no gain skips the simulation.
     vars(judgement)["propose"] = simulate_for_long
     for module in (auto_schedule, repartition):
         vars(module)["LIMIT_S"] = 0.5

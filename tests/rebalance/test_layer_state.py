@@ -107,7 +107,7 @@ def test_layers_are_sent_without_a_second_copy_on_the_gpu(
         return []
 
     def fail(*_: Any) -> None:
-        raise AssertionError("the parts were joined on the GPU")
+        raise AssertionError("torch.cat joined the parts of a message")
 
     monkeypatch.setattr(torch, "cat", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)

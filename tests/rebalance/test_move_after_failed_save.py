@@ -1,4 +1,4 @@
-"""Tests that a run whose layers move is not stopped by a checkpoint that could not be written."""
+"""Tests that a run whose layers move continues if a checkpoint cannot be written."""
 
 from __future__ import annotations
 

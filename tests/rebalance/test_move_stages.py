@@ -1,4 +1,4 @@
-"""Tests that moving stages frees the old model, and that it requires enough host memory."""
+"""Tests that a move of stages frees the old model, and checks whether host memory is sufficient."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_number_of_updates_stays_on_the_device_where_adam_needs_it(is_fused:
     state = move_stages._State(shares={}, steps=7.0, groups=[[group]], scalers=[None])
     move_stages._restore_settings(state, [leaf], 7.0)
     first, second = (adam.state[parameter]["step"] for parameter in parameters)
-    assert first is not second  # Adam increments the number of each parameter in place.
+    assert first is not second  # Adam increments the step count of each parameter in place.
     assert first.device.type == second.device.type == ("meta" if is_fused else "cpu")
     if not is_fused:
         assert first == second == 7

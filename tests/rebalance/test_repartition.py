@@ -35,7 +35,7 @@ def lanes(milliseconds: float, chunk: int = 0) -> Lanes:
 def measured(
     rank: int, *steps: Lanes, shares: tuple[float, ...] = (1.0,), **more: object
 ) -> StepMeasurements:
-    """Returns measurements of several ``steps`` on rank ``rank``, which take equally long."""
+    """Returns measurements of rank ``rank`` in ``steps``, which are all equally long."""
     spans = (1.0,) * len(steps)
     return StepMeasurements(pp_rank=rank, steps=steps, spans_s=spans, shares=shares, **more)  # type: ignore[arg-type]
 
@@ -109,8 +109,7 @@ def test_kinds_of_layers_are_separated_from_ranks() -> None:
         pytest.approx(expected, rel=1e-3) for expected in ([4, 2, 6], [2, 1, 3], [2, 1, 3])
     ]
     assert loads.paces((4, 2, 1)) == pytest.approx([48e-3, 24e-3, 6e-3])
-    # The second rank gets two more layers. With its speed, such a layer takes half as long as
-    # before.
+    # The two layers of the first rank move to the second rank, which is twice as fast.
     assert loads.paces((0, 6, 1)) == pytest.approx([0, 48e-3, 6e-3], rel=1e-3)
 
 
@@ -173,7 +172,8 @@ def test_a_move_that_gained_nothing_is_taken_back(
     )
     monkeypatch.setattr(repartitioner, "_measurements", lambda: None)
     times = RankTimes(busy_s=1.0, span_s=after_s)
-    # While auto still measures, steps are measured and nothing is decided.
+    # The parameter ``may_decide`` is false while ``auto`` still measures. Steps are recorded, but
+    # nothing is decided.
     assert repartitioner.after_step(times, 4, may_decide=False) is None
     assert lines == []
     move = repartitioner.after_step(times, 4)
@@ -181,7 +181,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
     assert (move is not None) == goes_back
     if move is not None:
         assert (move.partition, move.former, move.is_return) == ((3, 3), (4, 2), True)
-    # A move that takes back another move is not checked again.
+    # A move back to an earlier partition is not checked again.
     assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
     assert len(lines) == 1
 
@@ -189,7 +189,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
 def test_layers_that_auto_moved_are_checked_until_they_are_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks after which steps layers are checked again, and that a later check moves them."""
+    """Checks after which steps a moved partition is judged again, until the layers move back."""
     monkeypatch.setattr(repartition, "_layer_bytes", lambda run: ())
     monkeypatch.setattr(repartition, "_layer_share", lambda run, layer_bytes: _Share())
     schedule = SimpleNamespace(repartition="off", repartition_interval=50, repartition_gain=0.05)
@@ -221,7 +221,7 @@ def test_layers_that_auto_moved_are_checked_until_they_are_back(
         assert repartitioner.is_needed
         move = repartitioner.after_step(RankTimes(busy_s=1.0, span_s=1.8), 4)
         steps += 1
-    # The numbers are those of the steps between checks. The first step after a move is not
+    # Compare the number of steps between successive checks. The first step after a move is not
     # measured.
     assert [end - start for start, end in pairwise([0, *checked_at])] == [
         *(8, 8, 16, 32, 64),
@@ -250,7 +250,7 @@ def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
     repartitioner = Repartitioner(run, print)
     for built in range(2):
         if built:
-            # The trainer makes this call when the number of slices has changed.
+            # The trainer calls ``adopt`` when the number of slices has changed.
             repartitioner.adopt(run)
         for span_s in (9.0, 2.0, 2.0):
             assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 4) is None

@@ -43,7 +43,7 @@ def step(policy: Policy, ranks: int, chunks: int, microbatches: int, cap: float)
 
 
 def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
-    """Checks that a pipeline deadlocks if chunk 0 may use up the memory that chunk 1 needs."""
+    """Checks that chunk 0 causes a deadlock if it may use up the memory that chunk 1 needs."""
     with pytest.raises(
         ScheduleError, match=r"deadlock.*rank 0 waits for .*memory for F1-0 \(holds 1, cap 1\)"
     ):

@@ -29,9 +29,8 @@ TIMES = StageTimes.equal(
 @pytest.mark.parametrize(
     ("order", "pieces", "ends"),
     [
-        # If weight gradients are separate, F and B compute for 3 s in turn, each during the other's
-        # communication. At the end, B waits 2 s for its last communication. If backward passes are
-        # not split, B computes 2.5 s longer in each turn.
+        # F and B alternate: one computes while the other communicates. B computes 3 s at a time, or
+        # 5.5 s if it includes the weight gradient. At the end, B waits 2 s for its last message.
         ("F0-0 F0-1+ B0-0 B0-1", 0, [10.0, 27.0, 29.0, 44.0]),
         ("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1", 1, [10.0, 22.0, 24.0, 29.0, 39.0, 44.0]),
     ],

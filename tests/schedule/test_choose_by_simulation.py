@@ -132,7 +132,7 @@ def test_what_a_name_stands_for() -> None:
     assert (static.placement.num_chunks, static.weight_pieces, static.cap) == (1, 0, None)
     assert str(static) == "1f1b (loop, 1 chunk)"
     assert make_candidate("zb-v", 4, 2, 16).weight_pieces == 1
-    # A static schedule follows the placement if it supports the placement.
+    # Static schedules use the requested placement if they support it.
     kinds = [
         make_candidate(name, 4, 2, 16, placement_kind="v").placement.kind
         for name in ("gpipe", "interleaved", "zb-v")

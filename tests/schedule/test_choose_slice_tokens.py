@@ -49,7 +49,7 @@ def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns the times of all slices if the documents are cut into slices of each of ``lengths``.
+    """Returns the times of the slices of all documents, for each slice length in ``lengths``.
 
     ``parts`` contains the times per slice, per token and per pair of tokens. The times are equal
     for all kinds of actions and all stages.
@@ -141,8 +141,8 @@ def test_nothing_is_chosen_that_does_not_fit_into_memory() -> None:
 
 
 def test_each_step_is_compared_with_the_memory_that_it_needs_itself() -> None:
-    # The longest row has 1,024 tokens in both steps. The mean length of rows is 128 in the first
-    # step and 448 in the second.
+    # The longest row of each step has 1,024 tokens. The mean length of rows is 128 tokens in the
+    # first step, and 448 in the second.
     parts = {(kind, stage): CostParts(0.0, 1e-5, 0.0) for kind in ActionKind for stage in range(4)}
     steps = [
         SlicedStep.of(cuts_of(64, documents)[0], parts, IN_V, SETTING)

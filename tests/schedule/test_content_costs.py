@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Returns the numbers of ``count`` random microbatches: tokens, token pairs, pixels, and 1.
+    """Returns tokens, token pairs, pixels and the constant 1 for ``count`` random microbatches.
 
     ``seed`` is the seed of the random generator.
     """
@@ -77,7 +77,7 @@ def test_factors_are_never_negative_and_numbers_that_grow_together_share_the_cos
 
 
 def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
-    """Checks that texts alone get a cost although only a sample with images was measured."""
+    """Checks that the cost is split between text and images if only their sum was measured."""
     fit = StageFit(3)
     sample: list[Numbers] = [(3e5, 700.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [6.0]))
@@ -87,7 +87,7 @@ def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
 
 
 def test_of_a_single_microbatch_the_first_numbers_share_the_cost() -> None:
-    """Checks that numbers that never differ between microbatches get no part of the cost."""
+    """Checks that quantities that are equal in all microbatches get no part of the cost."""
     fit = StageFit(6)
     sample: list[Numbers] = [(64.0, 48.0, 10.0, 100.0, 9.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [60.0]))

@@ -34,7 +34,7 @@ def make_state(
     microbatches: int = 6,
     pieces: int = 1,
 ) -> RankState:
-    """Returns the state of ``rank`` of two pipeline ranks. The first stages are frozen."""
+    """Returns the state of ``rank`` of two ranks. The first ``frozen`` stages are frozen."""
     return RankState(
         placement=Placement(num_ranks=2, num_chunks=chunks),
         rank=rank,

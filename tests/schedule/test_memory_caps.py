@@ -41,7 +41,7 @@ def test_a_cap_below_the_least_names_the_least(cap: float) -> None:
 
 def test_chunks_share_the_cap_by_the_stages_that_follow() -> None:
     # Rank 0 of a V has the stages 0 and 7, and rank 3 has the stages 3 and 4. A cap of 4
-    # microbatches in both chunks equals 8 microbatches in one chunk.
+    # microbatches with two chunks each allows 8 activations of single chunks.
     assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 0, 4.0) == (7,)
     assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 3, 4.0) == (4,)
     assert chunk_shares(Placement(num_ranks=4, num_chunks=3), 3, 4.0) == (7, 4)

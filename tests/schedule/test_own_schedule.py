@@ -82,7 +82,10 @@ SCHEDULES = (ScheduleSpec(name="again", function=again, chunks="several", planne
 
 
 def test_one_file_adds_a_fixed_order_to_this_package(tmp_path: Path) -> None:
-    """Checks flags, simulator and planner in a new process, because names are read on import."""
+    """Checks that the flags, the simulator and the planner know a schedule from a new file.
+
+    The check runs in a new process, because the names of schedules are read on import.
+    """
     (tmp_path / "fixed_again.py").write_text(NEW_FIXED)
     code = f"""
 from megatron.adaptive import schedule

@@ -92,8 +92,8 @@ def test_an_undisturbed_hint_is_followed_and_a_late_input_is_overtaken() -> None
     assert isinstance(policy, RulePolicy)
     order = [code % 3 for code in policy.hint]
     assert reasons_of(policy, order, 1) == ["hint"] * len(order)
-    # The first weight gradient runs one action early. After it, the action that it overtook is on
-    # time again.
+    # Swap the first weight gradient with the action before it. Only the weight gradient then
+    # deviates from the hint.
     first = order.index(2)
     moved = [*order[: first - 1], 2, order[first - 1], *order[first + 1 :]]
     expected = ["hint"] * len(order)

@@ -74,8 +74,8 @@ def test_adaptive_takes_forwards_in_groups_in_a_loop() -> None:
 def test_adaptive_takes_the_longest_way_in_a_v() -> None:
     s = state()  # This rank runs the stages 1 and 4.
     arrive(s, "F1-0", *(f"F0-{index}" for index in range(5)))
-    # F1-0 and F0-3 have equally long paths to the end of the step. In this case, the action of the
-    # later chunk is chosen.
+    # F1-0 and F0-3 have equally long paths to the end of the step. Such a tie goes to the action of
+    # the later chunk.
     for expected in ("F0-0", "F0-1", "F0-2", "F1-0"):
         assert pick(runtime_rules.ready_first, s) == expected
         run(s, expected)

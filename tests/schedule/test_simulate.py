@@ -44,7 +44,7 @@ def test_hand_over_on_one_rank_takes_no_time() -> None:
 
 
 def test_moments_that_coincide_do_so_whatever_the_sums() -> None:
-    """Checks that times are exact sums. With floats, the sum of ten times 0.1 is not 1.0."""
+    """Checks that sums of durations are exact. Floats would accumulate rounding errors."""
     placement = Placement(num_ranks=4, num_chunks=1)
     times = StageTimes.equal(4, forward_s=0.1, backward_s=0.2)
     result = simulate(placement, 30, make_policies("1f1b", placement, 30), times)

@@ -130,8 +130,8 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
     run(state, "F1-0")
     assert state.fits(Action(ActionKind.F, 0, 3))
     run(state, "F0-3")
-    # The rank holds five of nine units of memory, and one unit is reserved for a begun microbatch.
-    # Another microbatch needs two units in this chunk and two in the later chunk.
+    # The rank holds five of nine units of memory. One unit is reserved for the rest of a
+    # microbatch. Another one would need two units in this chunk and two in the later chunk.
     assert not state.fits(Action(ActionKind.F, 0, 4))
     assert state.fits(Action(ActionKind.F, 1, 1))
 

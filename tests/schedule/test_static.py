@@ -108,9 +108,9 @@ The functions take the number of ranks p, the rank r, the number of chunks v and
 microbatches m. Schedules that are not listed may store all microbatches.
 """
 FULL = {"v-half": 1, "varuna": 4, "zb-v": 2}
-"""Number of microbatches per rank with which a rank stores this maximum.
+"""Minimum number of microbatches per rank with which a rank reaches its maximum in ``PEAKS``.
 
-With other schedules, ranks always store this maximum.
+Ranks reach it with any number of microbatches if their schedule is not listed.
 """
 
 

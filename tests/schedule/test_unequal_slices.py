@@ -47,8 +47,8 @@ def test_texts_of_transports_name_slices() -> None:
     assert with_slices(text, 7, COUNTS) == text.replace("microbatch 4", "microbatch 2.1")
     assert with_slices(text, 7, 3) == text.replace("microbatch 4", "microbatch 1.1")
     assert with_slices(text, 7, 1) == text
-    # The numbers of slices are those of step 7. They may differ in step 8, so the text must not
-    # change.
+    # ``COUNTS`` has the slice counts of step 7, and step 8 may have other counts. A text about
+    # step 8 must therefore not change.
     assert with_slices(text, 8, COUNTS) == text
     late = text.replace("microbatch 4", "microbatch 6")
     assert with_slices(late, 7, COUNTS) == late

@@ -144,10 +144,10 @@ def _nothing(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
 
 @contextlib.contextmanager
 def _beside_programs(number: int, *, is_pinned: bool) -> Iterator[Plant | None]:
-    """Runs busy programs until the context exits, and yields the changes that the job needs.
+    """Keeps processors busy with ``number`` programs each, until the context exits.
 
-    There are ``number`` programs for each processor. If ``is_pinned``, the slow rank is pinned to
-    one processor, and only that processor gets programs.
+    If ``is_pinned``, the slow rank is pinned to one processor, and only that processor is kept
+    busy. Yields the variables that pin the rank.
     """
     processors = sorted(os.sched_getaffinity(0))
     used = processors[-1:] if is_pinned else processors
@@ -287,7 +287,7 @@ CASES: dict[str, Case] = {
 """Maps the name of each cause to its :class:`Case`."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters that other programs or machines may raise, independently of what slows down the job."""
+"""Counters that may rise because of other programs, whatever slows down the job."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
 """Findings that describe a symptom instead of a cause."""

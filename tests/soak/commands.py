@@ -1,4 +1,4 @@
-"""Checks that wrong command lines and files give one line and status 2 within 10 seconds.
+"""Checks that invalid command lines and files cause a one-line error and status 2 within 10 s.
 
 The table is :data:`CASES`. In a command line, ``{f}`` stands for the folder of :func:`write_files`.
 Tests run the lines in their own process, and :func:`measure` runs each line as a new program.
@@ -238,13 +238,13 @@ def write_files(folder: Path) -> None:
     (folder / "binary.json").write_bytes(random.Random(1).randbytes(4096))
     if os.geteuid():
         (folder / "unreadable.json").touch(0)
-    # The root user can read files of any mode, but cannot read /proc/self/mem from its start.
+    # The root user can read files of any mode, but reading /proc/self/mem fails at offset 0.
     else:
         (folder / "unreadable.json").symlink_to("/proc/self/mem")
 
 
 def complaint(status: int, errors: str, part: str) -> str:
-    """Describes the error in a program's response to wrong input. Returns ``""`` if it is right.
+    """Returns what is wrong with a program's response to wrong input, or ``""`` if nothing is.
 
     Args:
         status: Exit status of the program.

@@ -305,7 +305,7 @@ class LightAgent(Agent):
 
 
 class _Nothing:
-    """Placeholder for a process that has exited and for the standard input of the process."""
+    """Placeholder for an exited process, and also for the standard input of that process."""
 
     returncode = 0
 

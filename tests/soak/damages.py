@@ -1,10 +1,10 @@
 """Corrupts checkpoints of the trainer and of a ``Pipeline``, and checks that this is reported.
 
-Checkpoints of several shapes are trained once. Each corruption is made in place, searched for with
-the method of ``checkpoint verify``, and undone. The trainer and a ``Pipeline``, each in its own
-process, load a sample of the corrupt checkpoints and must reject them with the same message. Blocks
-are checked while they are read, so a rejected load may already have changed weights, which
-``is_changed`` reports.
+Checkpoints of several shapes are trained once. Each corruption is made in place, must be found by
+the method behind ``checkpoint verify``, and is undone. The trainer and a ``Pipeline``, each in its
+own process, load a sample of the corrupt checkpoints and must reject them with the same message. A
+load checks blocks while it reads them. It may therefore change some weights before it fails, which
+``is_changed`` records.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 
 The part ``detection`` computes the fraction of synthetic runs in which the diagnosis names the
 right fault, and ``real`` does the same with processes that sleep instead of computing. The part
-``clock`` measures the errors of wrong clocks that remain after alignment, and ``bubble`` compares
-the bubble in a trace with the true bubble. The part ``aggregate`` computes the figures of ten
-million spans. The part ``repairs`` compares the what-if analysis's predictions for twelve repairs
-with real runs of sleeping processes that have these repairs. Exits with status 1 if a limit is
-missed.
+``clock`` gives processes wrong clocks, and measures the errors that remain after the clocks are
+aligned. The part ``bubble`` compares the bubble in a trace with the true bubble. The part
+``aggregate`` computes the statistics of ten million spans. The part ``repairs`` compares the
+what-if analysis's predictions for twelve repairs with runs of sleeping processes after these
+repairs. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@
 The part ``morphs`` makes six planned changes of shape and kills a node, for a small GPT on four
 processes of this machine. The part ``start`` measures process start, import and load under
 torchrun, as a baseline for a change. The part ``copies`` keeps copies of each node's state in
-memory, kills a node at a random time, and counts the lost steps. In the part ``soak``, nodes
-(namespaces; needs root) are killed, stopped, cut off and filled up at random, and the job must then
-continue or exit with a reason. The part ``repartition`` measures the fraction of a slow rank's
-delay that moving layers recovers, and the time of a move. The part ``pieces`` compares measured
-with predicted steps of models with cut points. Exits with status 1 if a limit is missed.
+memory, kills a node at a random time, and counts the lost steps. The part ``soak`` randomly kills,
+suspends and disconnects nodes and fills their disks. The job must then continue or exit with a
+reason. The nodes are namespaces, so this part needs root. The part ``repartition`` slows down a
+rank, and measures which fraction of the delay is recovered by moving layers, and how long a move
+takes. The part ``pieces`` compares measured with predicted steps of models with cut points. Exits
+with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -52,15 +53,13 @@ def main() -> int:
     parser.add_argument(
         "--events",
         type=int,
-        help=f"number of events of the soak ({EVENTS}; {QUICK_EVENTS} with --quick)",
+        help=f"number of events in the soak test ({EVENTS}; {QUICK_EVENTS} with --quick)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the soak's events (1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random events (1)")
     parser.add_argument(
-        "--minutes",
-        type=float,
-        help="minutes after which there are no events (55; 1.5 with --quick)",
+        "--minutes", type=float, help="minutes after which no event begins (55; 1.5 with --quick)"
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the soak's logs")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the logs")
     options = parser.parse_args()
     quick: bool = options.quick
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:

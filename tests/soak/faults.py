@@ -6,13 +6,13 @@ The part ``damages`` randomly corrupts checkpoints of the trainer and of a ``Pip
 verified and loaded. The part ``leases`` starts jobs on the same folder and kills the owners of
 its lease. In the part ``strangers``, clients without the secret connect to all listeners of
 real jobs. In the part ``secrets``, another user searches for planted secrets. The part
-``commands`` runs wrong command lines and files. The part ``control`` tests the manager of a job
-of a thousand nodes, which join together and are lost one at a time. In the part ``soak``,
-nodes (namespaces; needs root) are killed, stopped, cut off and filled up, with full trace disks
-and flipped bits in checkpoints. The part ``hangs`` checks stalled jobs and their messages. The
-part ``interrupts`` interrupts and kills processes of all kinds of jobs at random times. A part that
-fails is counted as a missed goal, and the other parts still run. Exits with status 1 if a goal is
-missed.
+``commands`` tries invalid command lines and files. The part ``control`` tests the manager of a job
+with a thousand nodes. All nodes join at the same time, and are lost one at a time. The part
+``soak`` kills, suspends and disconnects nodes, fills their disks, and flips bits in checkpoints.
+Its nodes are namespaces, so it needs root. The part ``hangs`` checks stalled jobs and their
+messages. The part ``interrupts`` interrupts and kills processes of all kinds of jobs at random
+times. A part that fails is counted as a missed goal, and the other parts still run. Exits with
+status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (1)")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="folder for all files; hangs continue from it"
+        "--keep", type=Path, metavar="DIR", help='folder of all files; "hangs" resumes from it'
     )
     parser.add_argument(
         "--beside", type=int, default=1, help="number of concurrent hanging jobs (1)"
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = f"number of hangs (100; {len(hangs.KINDS)} with --quick)"
     parser.add_argument("--hangs", type=int, help=text)
     parser.add_argument(
-        "--quiet-min", type=float, help="minutes without hangs (1000; 1 with --quick)"
+        "--quiet-min", type=float, help="minutes of jobs without hangs (1000; 1 with --quick)"
     )
     options = parser.parse_args(arguments)
     quick, seed = options.quick, options.seed
@@ -116,7 +116,7 @@ def look_for_secrets(seed: int) -> Result:
 
 
 def give_wrong_commands() -> Result:
-    """Runs wrong command lines and commands with damaged files, and counts the wrong responses."""
+    """Runs invalid command lines and commands with damaged files. Counts the wrong responses."""
     result = commands.measure()
     note = f"the slowest took {result['longest_s']:.1f} s"
     wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]

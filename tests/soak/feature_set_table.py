@@ -37,10 +37,9 @@ class FeatureSet:
     def own_flags(self) -> tuple[str, ...]:
         """Returns the flags that select the schedule of the reference run.
 
-        The default is the schedule of megatron-core.
-
-        With ``--keyed-dropout``, megatron-core's schedule would draw different random numbers, so
-        the reference is another schedule of this project's engine.
+        The reference usually runs megatron-core's schedule. With ``--keyed-dropout``, that schedule
+        would draw different random numbers, so the reference is an interleaved schedule of this
+        project's engine.
         """
         if "--keyed-dropout" in self.engine_flags:
             return ("--pipeline-schedule", "interleaved", *self.engine_flags)

@@ -6,9 +6,9 @@ PATH is a checkout of Megatron-LM. The default is the environment variable MEGAT
 ``pretrain_gpt.py`` runs with the lines of docs/plugin.md, on CPUs, with a tiny GPT. Each set of
 ``feature_sets.txt`` is trained for some steps twice: with ``--pipeline-schedule megatron``, which
 is megatron-core's own loop, and with a schedule of this project. All losses, gradient norms and
-evaluations, and the weights of every rank after every step, must be bitwise equal. In a V, where
-ranks hold other layers, losses and norms must be equal to 1e-6. The table has one line for each
-set:
+evaluations, and the weights of every rank after every step, must be bitwise equal. With a V
+placement, ranks hold different layers than in the reference run, so losses and norms must be equal
+to 1e-6. The table has one line for each set:
 
     equal       the numbers are equal
     refused     the engine exited before the first step, with one line that names the reason
@@ -18,8 +18,8 @@ set:
 
 Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set. The
 folder of ``--logs`` keeps the last run of each set. If the tree needs modules that this environment
-lacks (``six`` for 0.16), they may be in folders of PYTHONPATH. ``prerequisite.sh --versions``
-unpacks triton.
+lacks, such as ``six`` for Megatron-LM 0.16, add their folders to PYTHONPATH. The module triton is
+unpacked by ``prerequisite.sh --versions``.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def reason_of(log: str) -> tuple[str, bool]:
 
 
 def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
-    """Returns the word that describes the result in the table, and the reason for the result."""
+    """Returns the result as a word for the table, and the reason for the result."""
     if reference.status != 0:
         return "own fails", reference.reason
     if engine.status != 0:

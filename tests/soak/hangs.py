@@ -1,8 +1,8 @@
 """Runs jobs of the trainer that stall for a known reason, and jobs that do not stall.
 
-For most kinds of hangs, one rank (``hanging_trainer.py``) produces the real cause. There are two
-exceptions. Instead of a broken network, the sender drops its messages. Instead of unresponsive
-disks with data and checkpoints, the rank reads a pipe without a writer.
+In most kinds of hangs, one rank (``hanging_trainer.py``) produces the real cause. Two causes are
+imitated: for a broken network, the sender drops its messages, and for a disk that does not
+respond, the rank reads a pipe without a writer.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ STOPPED_S = (0.5, 4.0)
 SPAN = 1.6
 """Latest time of a signal, as a multiple of the duration of an undisturbed job.
 
-An undisturbed job consists of startup, a few steps and shutdown. Later signals would not test
-anything new, because they would also arrive during a step, as many of the earlier signals do. In
-addition, the job would run more steps, which the undisturbed reference job must repeat.
+An undisturbed job consists of startup, a few steps and shutdown. Many signals before this time
+already arrive during a step, so later signals would test nothing new. They would also make jobs
+longer, and the undisturbed reference job must repeat all their steps.
 """
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
@@ -338,7 +338,7 @@ def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None])
 
 
 def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]) -> list[Outcome]:
-    """Runs as many chains as ``hits`` signals require, each in a subfolder.
+    """Runs several chains of jobs, each in a subfolder, until ``hits`` signals have been sent.
 
     Args:
         chain: Settings of the chains, with an empty folder.

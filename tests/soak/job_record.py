@@ -60,7 +60,9 @@ class Epoch:
 
 
 class Record:
-    """Reads the progress files of all incarnations of a running job.
+    """Reads the progress files of a running job.
+
+    There is a file for each incarnation, which begins when the job starts or changes its shape.
 
     Args:
         folder: Folder of the job's state.

@@ -49,8 +49,8 @@ SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
 """Time in seconds within which a neighbour must detect that a rank was killed."""
-# A rank sends about a hundred messages before the latest kill. Machines with RDMA need more time
-# for this.
+# Latest time of a kill. By then, a rank has sent about a hundred messages, which takes longer over
+# RDMA.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 KINDS = tuple(_LATEST_KILL_S)
 _PRIVATE = (

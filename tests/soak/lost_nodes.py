@@ -1,4 +1,4 @@
-"""Runs a job whose nodes are killed, stopped, cut off and filled up at random.
+"""Runs a job, and randomly kills, suspends or disconnects its nodes, or fills their disks.
 
 After each event, the job must continue or exit with a reason within a deadline. At the end, all
 processes, steps and checkpoints are checked.
@@ -488,7 +488,7 @@ def end_in_order(number: int, frame: object) -> None:
 
 
 def _say(text: str) -> None:
-    """Prints ``text`` immediately, because a soak test takes hours."""
+    """Prints ``text`` without buffering, so that the progress of a long test is visible."""
     print(text, flush=True)
 
 

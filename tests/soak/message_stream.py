@@ -46,7 +46,7 @@ _LOOKS = 50
 _ROTATING = 24
 """Number of tensors per size that the sender reuses in rotation.
 
-The number exceeds the number of slots, so some tensors must wait.
+There are fewer slots than that, so some tensors must wait for a free slot.
 """
 
 

@@ -27,7 +27,7 @@ MOST_STATUS = 2.0
 
 
 def of_status(options: argparse.Namespace) -> Result:
-    """Measures how fast the monitor reads generated logs of ``options.gigabytes``."""
+    """Measures how fast the monitor reads ``options.gigabytes`` GB of generated logs."""
     program_s, answer_s = [], []
     with tempfile.TemporaryDirectory() as folder:
         nbytes = write_logs(Path(folder, "pods-1"), int(options.gigabytes * 1e9))
@@ -54,7 +54,7 @@ def of_status(options: argparse.Namespace) -> Result:
 def _status_s(*arguments: str) -> tuple[float, str]:
     """Runs the monitor with ``arguments``, and returns its duration in seconds and its output.
 
-    The exit status is ignored, because the monitor considers the job stalled if the logs are old.
+    The exit status is ignored. If the logs are old, the monitor reports a stalled job and fails.
     """
     command = [sys.executable, "-m", "megatron.adaptive", "job", "status", *arguments]
     begin_s = time.perf_counter()
@@ -111,7 +111,7 @@ def write_logs(folder: Path, nbytes: int) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Measures the monitor and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, (), "smaller logs")
-    parser.add_argument("--gigabytes", type=float, help="size of the logs (1; 0.1)")
+    parser.add_argument("--gigabytes", type=float, help="size of the logs in GB")
     options = parser.parse_args(arguments)
     options.part = None
     options.gigabytes = options.gigabytes or (0.1 if options.quick else 1.0)

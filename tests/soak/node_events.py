@@ -1,4 +1,4 @@
-"""Causes events on the nodes of a job, and undoes events that last."""
+"""Causes events on the nodes of a job, and undoes the lasting ones after some time."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 All ranks are equally fast, because their layers sleep for the same time
 (``support/timed_layers.py``). Other programs use random processors for random times. A job with
 ``--repartition auto`` or ``--pipeline-schedule auto`` may move layers, but must move them back
-at the next decision, unless the job ends before. A job that distributes microbatches by speed
+at the next decision, unless the job ends first. A job that distributes microbatches by speed
 must give each replica about half of them. Exits with status 1 if layers or the shares of replicas
 stay uneven.
 """
@@ -261,7 +261,7 @@ def of_noise(options: argparse.Namespace) -> Result:
 def main() -> int:
     """Runs the jobs and prints the results. Returns 1 if layers or shares stayed uneven."""
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
-    parser.add_argument("--minutes", type=float, default=60, help="minimum minutes of all jobs")
+    parser.add_argument("--minutes", type=float, default=60, help="minimum total time in minutes")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")
     parser.add_argument("--seed", type=int, default=500, help="seed of the noise")
     options = parser.parse_args()

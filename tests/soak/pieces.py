@@ -1,7 +1,7 @@
 """Compares steps of models with cut points with the planner's predictions from a profile.
 
-A model is profiled on two processes of this machine, the planner chooses shapes as for a
-``Pipeline`` without sizes, and the best shapes are trained. If this file is run as a script, it is
+Two processes of this machine profile a model. Then the planner chooses shapes, as it does for a
+``Pipeline`` whose sizes are not set, and the best shapes are trained. Run as a script, this file is
 one rank. Its arguments are the name of a model, the number of steps, and a file for its results.
 """
 

@@ -1,4 +1,4 @@
-"""Measures how much of a slow rank's delay moving layers recovers, and the time of a move.
+"""Measures how much time a job with a slow rank saves by moving layers, and how long moves take.
 
 Four ranks train a GPT whose layers take a fixed time (``timed_layers.py``), 1.5 times as long on
 one rank. ``--repartition auto`` chooses a partition. Then the same processes alternate between this
@@ -91,10 +91,10 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}
     print(
-        f"steps of {took[even]:.0f} ms with a rank x{FACTOR:g}, {took[best]:.0f} ms under "
-        f"{format_partition(best)}, the ideal, and {took[chosen]:.0f} ms under "
-        f"{format_partition(chosen)}, chosen after step {first}: {regained:.0%} regained; "
-        f"losses differ by {worst:.1e} at most"
+        f"a rank is {FACTOR:g} times slower; steps take {took[even]:.0f} ms with equal stages, "
+        f"{took[best]:.0f} ms with the ideal partition {format_partition(best)} and "
+        f"{took[chosen]:.0f} ms with {format_partition(chosen)}, which was chosen after step "
+        f"{first}; {regained:.0%} regained; losses differ by at most {worst:.1e}"
     )
     return {
         "regained": regained,
@@ -154,8 +154,8 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
     move_ms = statistics.median(took_ms)
     whole = (move_ms + max(0.0, after_ms - step_ms)) / step_ms
     print(
-        f"moving a layer takes {move_ms:.0f} ms, steps {step_ms:.0f} ms and the first one after a "
-        f"move {after_ms:.0f} ms: {whole:.2f} steps in all"
+        f"a move takes {move_ms:.0f} ms, a usual step {step_ms:.0f} ms and the first step after a "
+        f"move {after_ms:.0f} ms, so a move costs as much time as {whole:.2f} steps"
     )
     return {"move_ms": move_ms, "move_step_ms": step_ms, "move_steps": whole}
 

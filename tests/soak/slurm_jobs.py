@@ -87,7 +87,7 @@ def conf_in(folder: Path) -> LaunchConf:
 
 
 def submitted(lab: Lab, conf: LaunchConf) -> int:
-    """Submits a job with the configuration ``conf`` to ``lab``, and returns the job's ID.
+    """Submits a job with configuration ``conf`` to the Slurm cluster ``lab``. Returns the job ID.
 
     The batch script is the one that ``job submit`` would write.
     """
@@ -124,7 +124,7 @@ def finished(lab: Lab, job: int) -> None:
 def slurm_start(lab: Lab, folder: Path) -> float:
     """Returns the time in seconds from the call of sbatch to the first iteration.
 
-    The job runs in ``lab``, and its files are in ``folder``.
+    The job runs on the Slurm cluster ``lab``. Its files are in ``folder``.
     """
     conf = conf_in(folder)
     begin_s = time.perf_counter()
@@ -140,7 +140,7 @@ def slurm_start(lab: Lab, folder: Path) -> float:
 def torchrun_start(lab: Lab, folder: Path) -> float:
     """Returns the seconds from the start of torchrun on both nodes to the first iteration.
 
-    The job runs in ``lab``, and its files are in ``folder``.
+    The job runs on the Slurm cluster ``lab``. Its files are in ``folder``.
     """
     conf = conf_in(folder)
     launcher = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
@@ -216,7 +216,7 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Makes a job lose a node by calling the method of ``lab`` that is named ``way``.
+    """Makes a job on the Slurm cluster ``lab`` lose a node, by calling the method ``lab.<way>``.
 
     Returns the seconds until the monitor reports the node, the seconds until the job ends, and
     descriptions of processes that are left. The files of the job are in ``folder``.
@@ -277,7 +277,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {"start": of_start, "
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses ``arguments``, or the arguments of this process if ``arguments`` is ``None``."""
     parser = parser_of(__doc__, PARTS, "fewer turns, within ten minutes")
-    parser.add_argument("--repetitions", type=int, help="repetitions of the part start, at least 3")
+    parser.add_argument("--repetitions", type=int, help='repetitions of the part "start" (>= 3)')
     options = parser.parse_args(arguments)
     options.repetitions = max(3, options.repetitions or (3 if options.quick else 7))
     return options

@@ -3,7 +3,7 @@
 A stranger is a client that does not know the job's secret. This machine runs an elastic job of two
 nodes that keep snapshots for each other and compare clocks, a master of pods that waits for its
 worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm``. One process per
-listener opens many connections from many addresses, and sends random bytes, messages of a version
+listener opens many connections from many addresses, and sends random bytes, messages of a protocol
 without secrets, and handshakes that are truncated, guessed, repeated or reflected. It also keeps
 hundreds of idle connections open. The process does not close a connection before the listener does,
 so that the listener can read everything. For Unix sockets, the process runs as another user.
@@ -79,7 +79,7 @@ TRAINER_FLAGS='--vocab-size 255'
 
 @dataclass
 class Visit:
-    """Connection that a stranger opens to a listener.
+    """Connection from a stranger (a client without the secret) to a listener.
 
     Attributes:
         first: Bytes that are sent immediately.
@@ -92,7 +92,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields connections of all kinds without end. The values are drawn with ``draw``."""
+    """Yields an endless series of connections of all kinds. ``draw`` selects random values."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -116,9 +116,9 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields connections to a rank that waits for its peers, without end.
+    """Yields an endless series of connections to a rank that waits for its peers.
 
-    The values are drawn with ``draw``.
+    ``draw`` selects random values.
     """
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
@@ -150,14 +150,15 @@ def _guess(shake: Handshake, answer: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Listener of a job to which strangers connect.
+    """Listener of a job. Strangers (clients without the secret) connect to it.
 
     Attributes:
         name: Name of the listener.
         port: TCP port on the loopback address, or 0 for a Unix socket.
         unix: Abstract name of the Unix socket.
         kind: Type of the socket.
-        says: Function that takes a random number generator and yields connections of strangers.
+        says: Function that takes a random number generator, and yields what a stranger sends in
+            each connection.
     """
 
     name: str
@@ -202,7 +203,8 @@ class Crowd:
                 self._say(connection, visit.first, is_last=visit.then is None)
             if len(self._open) >= _AT_ONCE:
                 self._finish(*self._open.popleft())
-        while self._open and not is_over():  # The listener may have stopped accepting connections.
+        # Check ``is_over`` each time. If the listener has stopped, each call waits for a timeout.
+        while self._open and not is_over():
             self._finish(*self._open.popleft())
         for connection in [*self._held, *(connection for connection, _ in self._open)]:
             connection.close()
@@ -269,7 +271,7 @@ class Crowd:
 def crowds(
     places: Sequence[Place], messages: int, seed: int, result: dict[str, Any] | None = None
 ) -> Iterator[list[Any]]:
-    """Lets strangers connect to listeners until the context ends.
+    """Lets strangers (clients without the secret) connect to listeners until the context ends.
 
     Args:
         places: Listeners to connect to.
@@ -310,7 +312,7 @@ def crowds(
 def _speak(
     service: Place, messages: int, seed: int, counts: Any, is_over: Callable[[], bool]
 ) -> None:
-    """Connects strangers to the listener ``service``. Runs in a separate process.
+    """Connects strangers (clients without the secret) to ``service``, in a separate process.
 
     ``seed`` is the seed of all random numbers.
 
@@ -348,7 +350,7 @@ def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
 
 
 def rows(messages: int, limit_s: float, seed: int) -> Result:
-    """Measures the effects of strangers on jobs, and returns table rows.
+    """Measures how strangers (clients without the secret) affect jobs, and returns table rows.
 
     See :func:`measure` for the arguments.
     """
@@ -382,7 +384,7 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
-    """Lets strangers connect to each listener of several jobs, and returns the effects on the jobs.
+    """Lets clients without the secret, called strangers, connect to each listener of several jobs.
 
     Args:
         messages: Number of messages to each listener.
@@ -422,12 +424,12 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers connect to ``places``, and calls ``then`` before it stops them.
+    """Lets strangers (clients without the secret) connect to the listeners ``places``.
 
-    ``seed`` is the seed of all random numbers.
+    Stops after ``messages`` messages to each listener, after ``limit_s`` seconds, or when
+    ``is_over`` returns true. Then calls ``then``, while the strangers' processes still exist.
 
-    ``then`` is called after ``messages`` messages to each listener, after ``limit_s`` seconds, or
-    when ``is_over`` returns true. The numbers of messages are added to ``result``.
+    ``seed`` is the seed of all random numbers. The message counts are added to ``result``.
     """
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
@@ -580,7 +582,9 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
 
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to ``doctor`` while it waits for a node, then starts that node.
+    """Lets clients without the secret connect to ``doctor``, which waits for a node to start.
+
+    Then starts this node.
 
     The parameters are those of :func:`_talk`. The log is written to ``folder``.
     """
@@ -606,7 +610,9 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
 
 def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers connect to a rank that waits for its peer, and then starts the peer.
+    """Lets clients without the secret connect to a rank that waits for its peer.
+
+    Then starts the peer.
 
     The ranks connect with the transport ``kind``. The other parameters are those of :func:`_talk`.
     """

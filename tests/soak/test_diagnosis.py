@@ -1,4 +1,4 @@
-"""Tests the synthetic runs that the soak test of diagnoses uses, and its verdicts."""
+"""Tests the synthetic runs and the verdicts of ``tests.soak.diagnosis``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests that the soak test's nodes are isolated, and that its checks detect faults."""
+"""Tests that the emulated nodes of a soak test are isolated, and that its checks detect faults."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_every_soak_of_the_script_is_a_module() -> None:
 
 
 def test_the_script_says_how_long_all_soaks_may_take() -> None:
-    """Checks that the script states the sum of all time limits, in hours."""
+    """Checks that the script of all soak tests states the sum of their time limits, in hours."""
     text = SCRIPT.read_text()
     minutes = re.findall(r"^\w+ +(\d+) +tests\.\S+", text, re.MULTILINE)
     (hours,) = re.findall(r"at most (\d+) hours", text)

@@ -1,4 +1,4 @@
-"""Tests that the soak test of starts compares the first losses of all starts."""
+"""Tests that ``tests.soak.starts`` compares the first losses of all starts."""
 
 from __future__ import annotations
 

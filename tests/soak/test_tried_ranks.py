@@ -1,4 +1,4 @@
-"""Tests that the soak test of tried ranks measures each rank's memory and reports missed goals."""
+"""Tests that ``tests.soak.tried_ranks`` measures each rank's memory and reports missed goals."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
 
 
 def compare(megabytes: float) -> Result:
-    """Tokenizes ``megabytes`` of text with each tokenizer of this project and with its library.
+    """Compares each tokenizer of this project with its library on ``megabytes`` MB of text.
 
     Returns a row for each tokenizer, with the number of documents whose tokens differ.
     """
@@ -141,7 +141,7 @@ def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[
 def main() -> int:
     """Compares the tokens and prints the results. Returns 1 if the tokens of a document differ."""
     parser = parser_of(__doc__, (), "less text")
-    parser.add_argument("--megabytes", type=float, help="size of the text (10; 2)")
+    parser.add_argument("--megabytes", type=float, help="size of the text in MB")
     options = parser.parse_args()
     options.part = None
     megabytes = options.megabytes or (2.0 if options.quick else 10.0)

@@ -1,11 +1,11 @@
-"""Compares `plan --try` with the real job: memory of each rank, and step time.
+"""Compares the memory and the step times that ``plan --try`` measures with those of a real job.
 
     python -m tests.soak.tried_ranks [--quick] [--vocab-size N ...] [--json FILE]
 
-For each vocabulary size, a job of two pipeline ranks trains with a plan. Then each of its ranks is
-tried alone. Rows are ratios of the values of a tried rank to those of the real job. The last rank
-has the logits, whose size depends on the vocabulary. Small logits are allocated from the heap, and
-large logits directly from the system. Exits with status 1 if a goal is missed.
+For each vocabulary size, a job of two pipeline ranks trains with a plan. Then ``plan --try`` runs
+each of its ranks alone. Each row has the ratios of the values in these trials to those in the real
+job. The last rank has the logits, whose size depends on the vocabulary. Small logits are allocated
+from the heap, and large logits directly from the system. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RANKS = 2
 WARM_UP = 2
 """Number of initial steps whose times are ignored."""
 MOST_MEMORY = 0.05
-"""Maximum difference between 1 and the ratio of a tried rank's memory to that in the real job."""
+"""Maximum relative difference between a rank's memory when it is tried and in the real job."""
 MOST_STEP = 0.1
-"""Maximum difference between 1 and the ratio of a tried step time to that of the real job."""
+"""Maximum relative difference between the step times of a trial and of the real job."""
 PLAN: dict[str, Any] = {
     "format": 1,
     "degrees": {"tensor": 1, "pipeline": RANKS, "data": 1, "chunks": 1},
@@ -167,10 +167,10 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with the ratios ``quotients`` of tried to real values, and a row for the goal.
+    """Returns two rows about ``quotients``, the ratios of values in trials to values in real jobs.
 
-    The second row has the difference between 1 and the median ratio, which must be at most
-    ``goal``. Both rows have the title ``title`` and the note ``note``.
+    The first row has the ratios and the note ``note``. The second row has the difference between
+    their median and 1, which must be at most ``goal``.
     """
     distance = abs(statistics.median(quotients) - 1)
     return [

@@ -47,7 +47,7 @@ def disk_speed(path: Path, bytes_per_s: int) -> Limit:
 
 
 def memory_size() -> Limit:
-    """Returns a limit on memory, whose size a process in the group must set later."""
+    """Returns a memory limit that is unlimited at first. A process in the group sets it later."""
     return Limit("memory", ("memory.limit_in_bytes", "-1"), ("memory.high", "max"))
 
 

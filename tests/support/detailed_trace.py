@@ -19,9 +19,9 @@ _MARKER = '{"begin_iteration": '
 
 
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
-    """Applies ``change`` to the first line of each iteration in the trace of ``rank``.
+    """Changes the line that begins each iteration in the trace of ``rank``.
 
-    The first line is called the marker of the iteration. ``folder`` contains the traces.
+    ``change`` modifies the parsed line in place. ``folder`` contains the traces.
     """
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     lines = path.read_text().splitlines()

@@ -31,7 +31,7 @@ _begun_ns: dict[int, int] = {}
 
 
 class _Input(torch.autograd.Function):
-    """Returns a layer's input. Its backward pass is the end of the layer's backward pass."""
+    """Identity on a layer's input. Its backward pass, the last of the layer, stops the timer."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, number: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """Returns a layer's output. Its backward pass is the start of the layer's backward pass."""
+    """Identity on a layer's output. Its backward pass, the first of the layer, starts the timer."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, number: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ class SlicedRun:
         return result.makespan_s
 
     def _simulated(self, cuts: Sequence[Cut]) -> tuple[SimResult, Sequence[Policy]]:
-        """Simulates a step with the rows that ``cuts`` describes.
+        """Simulates a step whose rows are divided into slices according to ``cuts``.
 
         Returns the result of the simulation, and the policy of each rank.
         """

@@ -59,7 +59,7 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
 _ADDED = "backward" if "EACH_LAYER" in os.environ else ""
-"""Name of the pass that computes first, then sleeps for the whole time of its layers, or ``""``."""
+"""Name of the pass that sleeps for the full time of its layers after it has computed, or ``""``."""
 _PATIENCE = 20  # The job keeps the current partition after this number of steps without a move.
 
 

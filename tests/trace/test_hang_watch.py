@@ -162,7 +162,10 @@ class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
-        """Looks at an item of ``nows`` every ``every_s`` seconds, and returns the last result."""
+        """Passes an item of ``nows`` to ``still`` every ``every_s`` seconds.
+
+        Returns the result for the last item.
+        """
         still_s = 0.0
         for number, now in enumerate(nows):
             still_s = still.look({0: now}, number * every_s, **moves)
@@ -216,8 +219,8 @@ def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> N
         for process in busy:
             process.kill()
             process.wait()
-    # The two processes share one processor, so one ran while the other waited. Both times count as
-    # work.
+    # The two processes share one processor, so one ran while the other waited. Running and waiting
+    # for a processor both count as work.
     assert spent_s > 1.5
 
 
@@ -282,7 +285,10 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
 def test_a_rank_that_waits_for_its_gpu_does_not_count_as_computing(
     spins: bool, tmp_path: Path
 ) -> None:
-    """Checks a rank outside of a step that uses a whole processor, as CUDA does while it waits."""
+    """Checks that a rank outside of a step does not count as computing while it waits for its GPU.
+
+    CUDA uses a whole processor while it waits.
+    """
     number = int(signal.SIGRTMIN) + 9
     folder = tmp_path / "private"
     folder.mkdir()

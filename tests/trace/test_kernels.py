@@ -88,7 +88,7 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path, run: RunTrace) -> N
         file.add(small_step(number))
     file.close()
     path = kernels_path(tmp_path, 0)
-    # If a program is killed while it writes, the last line is incomplete, as here.
+    # Add an incomplete line, as if the program had been killed while it wrote.
     path.write_text(path.read_text() + '{"iteration": 3, "na')
     assert [step.iteration for step in read_steps(run, 0)] == [1, 2]
     assert kernel_notes(run) == []

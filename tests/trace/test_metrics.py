@@ -89,8 +89,8 @@ def test_a_gpu_waits_only_for_the_data_of_the_microbatch_that_it_has_begun() -> 
     spans = [
         Span("F", 0, 0, 0, 10, 1),
         Span("data", -1, 0, 1, 3, 1),
-        # The CPU is ahead of the GPU. It already reads the data of the next microbatch during this
-        # pass.
+        # The CPU runs ahead of the GPU, and reads the data of the next microbatch while the GPU
+        # still runs this pass.
         Span("data", -1, 1, 4, 9, 1),
         Span("F", 0, 1, 10, 20, 1),
     ]

@@ -76,7 +76,7 @@ def iterations_of(tail: RankTail) -> list[int]:
 
 
 def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0) -> Snapshot:
-    """Refreshes the snapshot of the run until ``is_so`` returns true for it, and returns it.
+    """Takes snapshots of the run until ``is_so`` accepts one, and returns this snapshot.
 
     Polling is necessary because threads write the files.
     """

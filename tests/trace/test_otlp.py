@@ -252,7 +252,7 @@ def trace_export_fails(folder: Path, url: str) -> bool:
 
 
 def test_a_redirection_accepts_no_spans(tmp_path: Path) -> None:
-    """Checks that redirects are not followed, because the resulting GET request loses spans."""
+    """Checks that redirects are not followed, because the GET request would not contain spans."""
     with serving() as collector:
         collector.answer = (302, b"")
         sender = SpanSender(collector.url, header_of())

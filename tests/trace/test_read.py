@@ -1,4 +1,4 @@
-"""Tests which runs can be read: complete and truncated runs, but not mixed or newer files."""
+"""Tests reading complete and truncated runs, and errors about mixed runs and newer formats."""
 
 import shutil
 from collections.abc import Callable

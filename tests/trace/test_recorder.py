@@ -45,7 +45,7 @@ def markers_of(path: Path) -> list[IterationStart]:
 
 
 def test_the_writer_thread_begins_with_the_given_function(tmp_path: Path) -> None:
-    """Checks that the thread can make a GPU current before it asks the GPU what has finished."""
+    """Checks that ``begin_thread`` runs first in the writer thread, so that it can select a GPU."""
     events: list[tuple[str, str]] = []
 
     def note(event: str) -> None:

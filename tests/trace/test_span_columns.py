@@ -108,7 +108,7 @@ def test_iterations_are_distinguished() -> None:
 
 
 def test_each_item_finds_its_microbatch_in_one_pass() -> None:
-    """Checks that microbatches are found without a comparison of all spans for each iteration."""
+    """Checks that the number of passes over the spans does not grow with the iterations."""
     counts = {3: 1, 5: 2, 9: (3, 1)}
     iterations = np.array([9, 5, 3, 9, 9, 5, 9, 9])
     items = np.array([3, 2, 7, 0, 2, -1, 4, -1])
@@ -117,7 +117,7 @@ def test_each_item_finds_its_microbatch_in_one_pass() -> None:
     assert numbers.tolist() == [1, 2, 1, 3, 3, 1, 1, 1]
 
     class Compared(np.ndarray):  # type: ignore[type-arg]
-        """Array that counts how often it is compared as a whole."""
+        """Array that counts the elementwise comparisons with ``==``."""
 
         times = 0
 

@@ -210,7 +210,7 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(
 ) -> None:
     """Checks which slice lengths are suggested if tensor-parallel ranks may share the tokens.
 
-    If these ranks divide the tokens, only lengths that their number divides may be suggested.
+    If these ranks share the tokens, the lengths must be multiples of the number of these ranks.
     """
     whole = {repair.flag for repair in what_if(unequal(tmp_path, MANY)).repairs}
     assert whole >= {"--slice-tokens 100", "--slice-tokens 200"}
@@ -258,7 +258,7 @@ def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("change", ["no documents", "no tokens", "negative", "too many", "huge"])
 def test_damaged_lengths_of_rows_give_no_answer(change: str, tmp_path: Path) -> None:
-    """Checks that damaged lengths neither raise an unexpected error nor use up the memory."""
+    """Checks that damaged row lengths in a trace lead neither to errors nor to huge allocations."""
     UNEQUAL.write(tmp_path)
     rows = [[UNEQUAL._width(row), *row] for row in UNEQUAL.rows]
     changed = {

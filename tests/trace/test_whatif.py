@@ -118,8 +118,8 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
 def test_the_last_stage_and_lengths_are_distinguished() -> None:
     last = answers(takes=lambda step, replica, stage, m: 1.8 if stage == 2 else 1.0)
     assert last.cause == "last stage"
-    # The share exceeds 1, because in the ideal step every stage takes the mean time of all stages,
-    # which is longer than needed by the others.
+    # The share exceeds 1, because the ideal step gives every stage the mean time of all stages. The
+    # other stages need less than this mean.
     assert last.last_stage_share > 1
     assert any("--partition" in repair.flag for repair in last.repairs)
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""Compares predicted step times of a ``Pipeline`` with times of runs with predicted settings."""
+"""Compares step times predicted for other settings of a ``Pipeline`` with runs that use them."""
 
 from __future__ import annotations
 

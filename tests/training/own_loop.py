@@ -93,7 +93,7 @@ def build_model(task: Task) -> Any:
 
 
 def build_optimizer(task: Task, model: Any) -> Any:
-    """Returns the optimizer of megatron-core for the parameters of ``model``, as ``task`` says."""
+    """Returns megatron-core's optimizer for ``model``, with the settings in ``task``."""
     dtype = torch.bfloat16 if task["bf16"] else torch.float32
     precision = {"params_dtype": dtype, "bf16": task["bf16"]}
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0, clip_grad=1.0, **precision, **task["optimizer"])
@@ -103,7 +103,7 @@ def build_optimizer(task: Task, model: Any) -> Any:
 def load(task: Task, model: Any, optimizer: Any) -> None:
     """Loads the states of ``model`` and ``optimizer`` from the checkpoint of ``task``.
 
-    All functions that are called for this belong to megatron-core.
+    This function calls only functions of megatron-core to load the checkpoint.
     """
     inner = model.module.module if task["bf16"] else model.module
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -172,7 +172,7 @@ def mean_loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
     ``mask`` is 1 for tokens that count, and 0 otherwise. ``output`` contains the losses of tokens.
     """
     loss = torch.sum(output.float().view(-1) * mask.view(-1)) / mask.sum()
-    # The schedule divides the loss in place, so clone it.
+    # The schedule divides the loss in place, so report a copy.
     return loss, {"lm loss": loss.detach().clone()}
 
 

@@ -1,7 +1,7 @@
-"""Compares ``--optimizer muon`` with a separate training loop, also if layers move between ranks.
+"""Compares ``--optimizer muon`` with a separate training loop, with and without moves of layers.
 
-megatron-core imports muon from a package that requires Python 3.12. With older versions of
-Python, ``muon_path`` adds ``typing.override``, which this package imports.
+megatron-core imports muon from a package that requires Python 3.12. That package imports
+``typing.override``, which ``muon_path`` adds to older versions of Python.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ RELEASES = (INSTALLED, "0.17.1", "0.18.2", "0.19.2", *trees_of_others())
 CHOSEN = dict(zip(RELEASES, ("gpt", "half", "experts", "repeated"), strict=False))
 """Model that is compared for each release by default."""
 NEWEST = "repeated"
-"""Model that is compared for all other releases. It needs release 0.19 or newer."""
+"""Model that is compared for releases that are not in ``CHOSEN``. It needs release 0.19 or newer.
+"""
 
 
 def cases() -> list[tuple[str, str]]:

@@ -131,7 +131,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def settings(**changes: bool) -> Any:
-    """Returns settings in which ``changes`` are set. Most of them overlap communication."""
+    """Returns settings with ``changes``, for example to overlap communication with computation."""
     names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
     held = types.SimpleNamespace(**{name: changes.get(name, False) for name in names})
     held.world_size, held.load = 2, None

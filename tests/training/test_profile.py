@@ -115,7 +115,7 @@ def test_tensor_parallel_ranks_skip_the_same_measurements(
 def test_tensor_parallel_ranks_have_equal_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks that a rank uses no more memory than a rank whose GPU has less free memory.
 
-    Only one rank would run out of memory otherwise, while the other waits for it in a collective.
+    Otherwise, that rank alone would run out of memory, and the other would wait in a collective.
     """
     fractions: list[float] = []
     cuda = SimpleNamespace(

@@ -35,8 +35,8 @@ LATENT = """
     --position-embedding-type rope --untie-embeddings-and-output-weights
 """
 MODELS: Mapping[str, tuple[int, str]] = {
-    # This model has a tied embedding, dropout and a sharded optimizer. Its backward passes are
-    # split in a V, and its sequences are split over ranks.
+    # This model has a tied embedding, dropout and a sharded optimizer. It is trained with split
+    # backward passes, a V placement, and context parallelism.
     "gpt": (
         4,
         "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2"

@@ -1,4 +1,4 @@
-"""Tests that a tried rank does not affect the measurement of layers that follows it."""
+"""Tests that trying a rank leaves no memory in use when layers are measured afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tries a rank, and prints how many parameters of the rank exist when layers are measured."""
+"""Tries a rank, and prints how many of its parameters are in memory when layers are measured."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLAN = (
 
 
 def count_parameters(*_: Any) -> dict[str, Any]:
-    """Returns the number of parameters that exist now, without collecting garbage."""
+    """Returns the number of parameters in memory, including unreachable ones in cycles."""
     parameters = [value for value in gc.get_objects() if isinstance(value, torch.nn.Parameter)]
     return {"parameters": len(parameters)}
 
 
 def main() -> None:
-    """Tries rank 0 of a pipeline of two."""
+    """Tries rank 0 of a pipeline with two ranks."""
     try_rank._measure_layers = count_parameters
     request = try_rank.TrialRequest(
         model_arguments=tuple(MODEL.split()),

@@ -37,7 +37,7 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture
 def pool(pools: Pools) -> Pool:
-    """Returns the worker pool of the test module, which later tests use too."""
+    """Returns the pool of worker processes that all tests of the module share."""
     return pools.get()
 
 

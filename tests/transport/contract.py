@@ -1,8 +1,8 @@
 """Contains the programs with which ``test_contract.py`` checks the guarantees of transports.
 
 A program takes a :class:`Rank` and other arguments. It contains assertions, and may return results
-for the test to check. If nothing else is said, rank 0 sends and rank 1 receives. Channels that a
-program leaves open are closed when it returns.
+for the test to check. Unless a program says otherwise, rank 0 sends and rank 1 receives. Channels
+that a program leaves open are closed when it returns.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def wrap_around(rank: Rank, kind: str) -> None:
 def far_ahead(
     rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
 ) -> None:
-    """Checks that sends do not wait for a receiver that takes no messages until all are sent.
+    """Checks that sends do not block if the receiver takes the first message after the last send.
 
     Rank 0 sends ``count`` messages of ``nbytes`` bytes.
 
@@ -207,7 +207,7 @@ def _backward(
     """
     for received, output in graphs:
         value = output.detach().clone()
-        # This is what megatron-core's deallocate_output_tensor and custom_backward do.
+        # Do the same as megatron-core's deallocate_output_tensor and custom_backward.
         output.data = torch.empty(1)
         torch.autograd.Variable._execution_engine.run_backward(
             (output,), (torch.ones_like(value),), False, False, (), True, True
@@ -306,7 +306,8 @@ def reserved_is_shared(rank: Rank, kind: str) -> None:
         tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
         rank.await_mark("arrived")
-        # Senders must not do this. Here it shows that both sides share the memory.
+        # Real senders must not change a sent tensor. This test does, to show that the receiver
+        # shares its memory.
         tensor.fill_(2.0)
         rank.mark("changed")
         return
@@ -330,13 +331,13 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    # Transports over torch wait in ``close`` until the receiver has taken all messages, so the mark
-    # must not be awaited.
+    # Skip this for transports over torch. There, ``close`` on rank 0 waits for ``close`` on this
+    # rank, so waiting for the mark would be a deadlock.
     if kind not in OVER_TORCH:
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
         link = transport.describe_links()[peer]
-        # A transport of a user need not report this.
+        # User-defined transports (``module:Class``) need not report ``peer_closed``.
         assert link["peer_closed"] if ":" not in kind else "peer_closed" not in link
     transport.close()
     assert not [
@@ -495,7 +496,7 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
             transport.send(peer, label(microbatch), torch.ones(3))
         time.sleep(LIMIT_S)
     rank.await_mark("stopped")
-    for microbatch in range(2):  # The test suspends rank 0 briefly during the first message.
+    for microbatch in range(2):  # While the first message is sent, the test suspends rank 0.
         transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
         wait(transport).take()
     rank.mark("went on")
@@ -541,8 +542,8 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        # For these transports, the error in the queue may contain more details than that of the
-        # send.
+        # For these transports, the error in the queue may contain more details than the error that
+        # the send raised.
         error = error_of(lambda: _take(transport, 5.0))
         first = error if error[0] != "none" else first
     sending = ["none", ""]

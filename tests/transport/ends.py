@@ -95,8 +95,8 @@ def label(number: int) -> Label:
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
     """Returns the names of the events in ``profile`` that begin within the range ``mark``.
 
-    The range is created with ``record_function``. Other events are ignored, because the profiler
-    itself synchronizes when it stops.
+    The range is created with ``record_function``. Events outside it do not count: the profiler
+    itself calls a synchronization when it stops.
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]

@@ -1,4 +1,4 @@
-"""Trains two pipeline stages of two tensor-parallel ranks each, one of which is late.
+"""Trains two pipeline stages with two tensor-parallel ranks each. Rank 1 is always late.
 
 The executor and the channels are real, but each rank's device is simulated by a thread. The thread
 runs kernels in the order of their launch, but much later. Each kernel contains an all-reduce.
@@ -33,7 +33,7 @@ _SHAPE = (3,)
 
 
 class Device(HostStreams):
-    """Simulates a device whose kernels a thread runs in one compute stream."""
+    """Simulates a device with a single compute stream, whose kernels run in a thread."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._stream = Worker("computing stream", failed)
@@ -160,9 +160,9 @@ def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -
 
 
 def _agreement(schedule: str, rank: Rank, transport: Transport) -> Agreement:
-    """Returns the agreement of a stage's ranks on the order of actions.
+    """Returns the object with which the ranks of this stage agree on the order of actions.
 
-    With 1F1B, the order is fixed, so the agreement does nothing.
+    1F1B has a fixed order, so its object does nothing.
     """
     groups = [dist.new_group([stage * _TP, stage * _TP + 1], backend="gloo") for stage in range(2)]
     if schedule == "1f1b":

@@ -67,7 +67,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Opens a channel for another shape on rank 0 than on rank 1, and returns rank 1's error."""
+    """Opens a channel with different shapes on both ranks, and returns the error of rank 1."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -97,8 +97,8 @@ class HeldStreams(HostStreams):
     """Simulates a device on which work in streams finishes only when the test allows it.
 
     Attributes:
-        reached: Events by prefix of thread names. Work of threads whose names have the prefix
-            finishes when the event is set.
+        reached: Events, keyed by a prefix of thread names. Work that was launched by a thread with
+            this prefix finishes when the event is set.
         users: Names of the threads that used a received tensor in their current stream.
         within: Names of the threads that use a private stream.
     """
@@ -146,8 +146,8 @@ def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
     """Sends ``count`` messages to rank 1, which replies after every ``ahead`` messages.
 
     Returns:
-        Excess of sent tensors in the sender's memory over messages that rank 1 has not yet
-        received, after several of the replies.
+        Number of sent tensors that rank 0 holds in memory, minus the number of messages that rank 1
+        has not yet received. There is one value for each of several replies.
     """
     transport, peer = rank.open("nccl")
     if rank.rank == 1:
@@ -259,7 +259,7 @@ def row(rank: Rank) -> int:
 
 
 def broken_row(rank: Rank) -> list[str]:
-    """Lets the channel from rank 2 to rank 3 fail to open, and returns this rank's error."""
+    """Makes opening the channel between ranks 2 and 3 fail, and returns this rank's error."""
     rank.pair_limit_s = 3.0
     rank.fails_at = 1 if rank.rank == 2 else 0
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
@@ -301,7 +301,10 @@ def watch(
 
 
 def blocked(rank: Rank, port: int, **options: Any) -> None:
-    """Blocks all ranks until the watcher ends them. Rank 0 of three ranks calls a collective."""
+    """Blocks each rank until its watcher ends the process.
+
+    If there are three ranks, rank 0 waits in a collective. All other ranks wait for a message.
+    """
     if options.pop("without_pidfd", False):
         del os.pidfd_open
     stop = StopRequest() if options.pop("with_stop", False) else None
@@ -316,7 +319,7 @@ def blocked(rank: Rank, port: int, **options: Any) -> None:
 
 
 def broken(rank: Rank, port: int) -> None:
-    """Returns the error of a collective on rank 0 that fails because the test kills rank 1."""
+    """Returns the error that a collective on rank 0 raises after the test has killed rank 1."""
     watcher = watch(rank, port, grace_s=5.0)
     rank.mark(f"blocked {rank.rank}")
     if rank.rank == 1:
@@ -363,7 +366,7 @@ def reporting(rank: Rank, port: int) -> None:
 
 
 def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
-    """Leaves the job on all ranks without an error. Rank 2 leaves long after rank 1."""
+    """Makes each rank leave the job without an error. Rank 2 leaves long after rank 1."""
     watcher = watch(rank, port, serve=serve)
     dist.barrier()
     if rank.rank == 2:
@@ -377,7 +380,7 @@ def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
 
 
 def closed(rank: Rank, port: int) -> None:
-    """Closes the watcher of rank 0 before the test kills rank 1, and returns its verdict."""
+    """Closes the watcher of rank 0 before the test kills rank 1. Returns the watcher's verdict."""
     watcher = watch(rank, port)
     dist.barrier()
     if rank.rank == 1:

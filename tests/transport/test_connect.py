@@ -207,9 +207,9 @@ def test_a_single_hardware_queue_is_told_where_messages_could_wait_in_it(
     warns: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that rank 0 prints one line, only with NCCL and ranks that compute a layer together.
+    """Checks that rank 0 warns if NCCL messages may share a hardware queue with collectives.
 
-    A receive in the same queue as a collective that waits for another rank would wait for ever.
+    In a shared queue, a receive can wait forever behind a collective that waits for another rank.
     """
     if queues is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)

@@ -47,7 +47,7 @@ OWN_PROGRAMS = (
     "arrivals",
     "refused",
 )
-"""Programs that transports of users must pass too. The tests run them with an example."""
+"""Programs that user-defined transports must also pass. The tests use an example transport."""
 
 all_kinds = pytest.mark.parametrize("kind", ALL)
 natively = pytest.mark.parametrize("kind", NATIVE)

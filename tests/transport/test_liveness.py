@@ -61,8 +61,7 @@ APART = {"machines": ["east", "west"]}
 KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
     "first-rank": (3, 0, {}, ENDED, ""),
     "middle-rank": (3, 1, {}, ENDED, ""),
-    # The kernel of the first of these cases lacks pidfd_open. The watchers of the second case do
-    # not use a store.
+    # The watchers of the next two cases run without pidfd_open and without a store, respectively.
     "no-pidfd": (2, 1, {"without_pidfd": True}, ENDED, ""),
     "no-store": (2, 1, {"with_store": False}, ENDED, ""),
     # Rank 0 runs on the same machine as rank 1, and notices that it has exited. Rank 2 runs on

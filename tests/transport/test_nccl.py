@@ -33,21 +33,27 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 @pytest.mark.long
 def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
-    """Checks that tensors are freed after they were sent, so that memory use is limited."""
+    """Checks that tensors are freed soon after they were sent, even in a long series of sends."""
     excess, _ = pool.run("programs.many_sends", 2, count=3000, ahead=25)
     assert len(excess) >= 15
     assert max(excess) <= 2
 
 
 def test_a_message_leaves_when_it_is_computed(pool: Pool) -> None:
-    """Checks that messages are not announced too early, which would occupy the receiver's GPU."""
+    """Checks that a message is announced only after it has been computed.
+
+    Otherwise, its receive would occupy the receiver's GPU for longer than necessary.
+    """
     sender, receiver = pool.run("programs.late_computation", 2)
     assert sender == ["receive-from-1", "send-to-1"]
     assert receiver == ["receive-from-0", "send-to-0"]
 
 
 def test_an_arrival_is_announced_when_its_data_is_there(pool: Pool) -> None:
-    """Checks that a message is delivered with its data, and is kept for the stream that uses it."""
+    """Checks that a message is announced only after its data has arrived.
+
+    Its memory must also stay allocated until the stream that uses it has finished.
+    """
     assert pool.run("programs.late_data", 2) == [[], ["MainThread"]]
 
 
@@ -73,7 +79,7 @@ class PairKind(NcclKind):
     """Opens simulated communicators, which send nothing. The ranks are threads of one process.
 
     Attributes:
-        stuck: Texts of the channels that only one end has freed in time.
+        stuck: Descriptions of the channels that only one end has freed in time.
     """
 
     def __init__(self) -> None:
@@ -102,7 +108,10 @@ def opening_of(rank: int, peers: Sequence[int], gather: Callable[[Any], list[Any
 def test_ranks_free_channels_in_an_order_in_which_none_waits_for_ever(
     num_ranks: int, is_ring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks chains and rings. A communicator is only freed when both ends free it."""
+    """Checks that ranks in chains and rings free their communicators without a deadlock.
+
+    Freeing a communicator waits until the rank at the other end frees it as well.
+    """
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     kind = PairKind()
@@ -199,7 +208,7 @@ def test_a_group_that_cannot_connect_is_freed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_channel_uses_few_blocks_of_the_gpu(
     has_config: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the options of a communicator, also if torch was built with an old NCCL."""
+    """Checks the options of a communicator, with and without support for ``max_ctas`` in torch."""
     made: list[Any] = []
 
     class Nccl:
@@ -294,7 +303,7 @@ def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedu
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )
-    # The gradient of a microbatch has three elements, which start as the number of the microbatch.
-    # The all-reduce in each of the two backward passes doubles them.
+    # The gradient of a microbatch has three elements, which are initially equal to its index. The
+    # all-reduce in each of the two backward passes doubles them.
     assert first == late == [[3.0 * 2 * 2 * number for number in range(6)]] * 6
     assert others == [[[]] * 6] * 2

@@ -200,7 +200,7 @@ def test_channels_of_any_ranks_open_in_a_bounded_number_of_rounds() -> None:
 def last_round(order: list[tuple[int, int]]) -> int:
     """Returns the number of rounds that are needed to open all channels.
 
-    Each rank opens its channels in the order ``order``, and one channel per round.
+    A rank opens at most one channel per round, in the order of ``order``.
     """
     done = dict.fromkeys(itertools.chain(*order), 0)
     for low, high in order:

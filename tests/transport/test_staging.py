@@ -155,7 +155,7 @@ def test_a_slot_goes_back_when_its_copy_is_there(ends: Ends, device: Device) -> 
     arrival = take(high)
     device.copied.clear()
     received = arrival.take()
-    # The worker thread queues this message until the copy is complete.
+    # The worker thread holds this message back until the copy is complete.
     low.send(1, label(1), torch.ones(10))
     device.copied.set()
     low.flush(LIMIT_S)
@@ -249,7 +249,10 @@ def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
 
 
 def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that an error of pinning is cleared. Otherwise, the next kernel would report it."""
+    """Checks that an error is cleared if memory cannot be pinned.
+
+    Otherwise, the next kernel would report the error.
+    """
     kernels = []
 
     def launch(*sizes: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measures the time and memory that are needed to read a large run, in a separate process."""
+"""Measures, in a separate process, how much time and memory it takes to read a large run."""
 
 from __future__ import annotations
 

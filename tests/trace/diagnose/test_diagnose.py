@@ -52,7 +52,7 @@ def test_it_says_when_a_rank_became_slow(say: Say, when: dict[str, int], text: s
 def test_a_brief_slowdown_without_a_reason_must_be_large(
     say: Say, forward_s: float, factor: float, is_named: bool
 ) -> None:
-    """Checks that a slowdown is not reported if it is as small as those of faultless machines."""
+    """Checks that slowdowns are not reported if they are so small that they also occur normally."""
     times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), forward_s)
     fault = Fault(kind="slow-rank", rank=0, factor=factor, first=10)
     findings = say(fault, iterations=20, **times, data_s=0).findings

@@ -1,4 +1,4 @@
-"""Checks the formula for the probability of a number of spikes with random draws."""
+"""Compares the formula for the probability of a number of spikes with random draws."""
 
 import numpy as np
 import pytest

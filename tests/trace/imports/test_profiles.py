@@ -199,7 +199,7 @@ def test_spans_of_megatron_lm_become_a_run(form: str) -> None:
     assert run.complete_iterations() == (1, 2, 3)
     assert not run.notes()
     tables = {rank: trace.table([2]) for rank, trace in run.ranks.items()}
-    for table in tables.values():  # An evaluation follows the step. Its spans must not be included.
+    for table in tables.values():  # The spans of the evaluation after the step must not be counted.
         for kind, count in (("F", 4), ("B", 4), ("optimizer", 1), ("collective", 1)):
             assert table.where(kind).sum() == count
     assert len(match_messages(tables)) == 2 * MICROBATCHES
@@ -304,7 +304,10 @@ def test_what_a_file_says_of_its_rank_counts_before_its_name(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("info", [{}, {"distributedInfo": {"rank": 0, "world_size": 1}}])
 def test_files_of_one_process_follow_each_other(info: dict[str, Any], tmp_path: Path) -> None:
-    """Checks that steps are numbered across files that each start at step 0, as with repeat=2."""
+    """Checks that steps are numbered consecutively if a process writes several files.
+
+    Each file starts at step 0, as with ``repeat=2`` in the schedule of the profiler.
+    """
     _write(tmp_path / "h_1.1718000009999.pt.trace.json", _loop(9e6), **info)
     _write(tmp_path / "h_1.1718000000000.pt.trace.json", _loop(), **info)
     run = read_profiles(tmp_path)

@@ -52,7 +52,7 @@ SLICES = "select name, count(*), sum(dur) from slice group by name"
 FLOWS = "select count(*) from flow"
 PROCESSES = "select name from process where pid order by pid"
 ERRORS = "select name, value from stats where value and severity <> 'info'"
-# A slice that only partly overlaps its parent is invalid, but older versions do not report this.
+# A slice must not overlap its parent only partly. Older trace processors do not report this error.
 PARTLY_INSIDE = (
     "select count(*) from slice child join slice parent on child.parent_id = parent.id"
     " where child.ts + child.dur > parent.ts + parent.dur"
