@@ -189,12 +189,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_slices(parser)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add(
-        "--cap",
-        type=float,
-        metavar="MICROBATCHES",
-        help="maximum number of microbatches whose activations a rank holds at the same time",
-    )
+    text = "maximum number of microbatches whose activations a rank holds at the same time"
+    add("--cap", type=float, metavar="MICROBATCHES", help=text)
     pieces = number(int, 0, 1000)
     add(
         "--weight-pieces",
