@@ -105,7 +105,7 @@ def _gather_one_by_one(
 def _gather_as_list(
     group: Any, _: _Method, output: torch.Tensor, part: torch.Tensor, options: Any
 ) -> Any:
-    """Gathers tensors into one tensor of the root rank, with the collective that fills a list."""
+    """Implements a gather into one tensor with a gather into a list of tensors."""
     is_root = options.rootRank == group.rank()
     parts = [list(output.view(group.size(), *part.shape))] if is_root else []
     return group.gather(parts, [part], options)

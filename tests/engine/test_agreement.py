@@ -80,7 +80,8 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
     for other in others:
         assert other == [
             "PeerLostError",
-            "rank 2 (stage 1) stopped the step of its decision group, because it lost another rank",
+            "rank 2 (stage 1) stopped the step of its decision group, because it lost the "
+            "connection to another rank",
             "soon",
         ]
 

@@ -169,7 +169,7 @@ WRONG_LINES: dict[str, tuple[Any, str]] = {
     "cut off": (conversation({"type": "image", "path": "cut.png"}), "cut.png is damaged ("),
     "address": (conversation({"type": "image", "url": "https://a/b.png"}), "not downloaded"),
     "no list": ({"text": "<image>", "images": "a.png"}, "images must be a list"),
-    "no path": (conversation({"type": "image"}), "images lists 0 images, but the messages have more"),
+    "no path": (conversation({"type": "image"}), "images lists 0 images, but the messages"),
     "too many": (conversation(IMAGE, images=["a.png"]), "1 of the 1 listed images are not used"),
     "marker": ({"text": "<image> a"}, "has 0 images, but its text has 1 image placeholders"),
     "no marker": ({"text": "a", "images": ["a.png"]}, "the line has 1 images, but its text has 0"),

@@ -186,7 +186,7 @@ class _MemoryEnd:
         if (rank := self._log.abort_reason) is not None:
             raise PeerLostError(
                 f"{self._describe(rank)} stopped the step of its decision group, because it lost "
-                "another rank"
+                "the connection to another rank"
             ) from error
         raise error
 

@@ -76,9 +76,9 @@ def recorded_bytes(tape: Tape) -> int:
 
 
 def is_cheap(tape: Tape, room_bytes: float) -> bool:
-    """Returns whether a microbatch is cheap enough to measure before any smaller microbatch.
+    """Returns whether a microbatch can be measured early, before all smaller microbatches.
 
-    The time and memory are estimated from the recorded calls.
+    Its estimated time and memory must be small. They are estimated from the recorded calls.
 
     Args:
         tape: Forward pass of a model on the ``meta`` device, in training mode.

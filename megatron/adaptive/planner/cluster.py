@@ -503,9 +503,8 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
             or (is_inner and (size == node_gpus or node_gpus % size))
         ):
             raise ConfigError(
-                f"{island_key} has {size} GPUs; an island must contain a multiple of the previous"
-                f" island's GPUs, and a part of a node must evenly divide the node's {node_gpus}"
-                " GPUs"
+                f"{island_key} has {size} GPUs; use a larger multiple of the previous island's "
+                f"GPUs, and for a part of a node, a divisor of the node's {node_gpus} GPUs"
             )
         link = {name: value for name, value in entry.items() if name not in ("gpus", "nodes")}
         islands.append((size, _speed(link, island_key, shared=not is_inner)))

@@ -277,8 +277,8 @@ class Settings:
             value = getattr(self, name)
             if value != getattr(Settings, name):
                 raise ConfigError(
-                    f"{name}={value} was passed to install() for one model, but {reason}; pass it "
-                    "in a call of install() without the argument model"
+                    f"{name}={value} was passed to install() for one model, but {reason}; call "
+                    f"install({name}={value!r}) without the argument model"
                 )
 
     def overridden(self, arguments: Any) -> Settings:

@@ -226,7 +226,7 @@ class LengthTuner:
         most /= memory_factor(*counts)
         row_tokens = max(trial.row_tokens for trial in self.trials)
         if placement == present and tokens <= self._trial.tokens:
-            # This layout needs at most as much memory as the current layout, so at least the
-            # longest row of documents fits.
+            # The current layout has room for the longest row of documents. This layout has the same
+            # placement and no larger slices, so it does not need more memory for this row.
             return max(most * row_tokens, float(longest + self._trial.tokens))
         return most * row_tokens

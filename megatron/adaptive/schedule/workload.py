@@ -477,9 +477,9 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
         whole_s = min(times.forward_s[stage], times.backward_s[stage])
         if exchange_s > whole_s or not times.exchanges:
             raise ScheduleError(
-                f"stage {stage} spends {exchange_s} s on {times.exchanges} exchanges; use at least "
-                f"1 exchange, and at most {whole_s} s (the time of its forward or backward pass, "
-                "whichever is shorter)"
+                f"stage {stage} spends {exchange_s} s on {times.exchanges} exchanges; there must "
+                "be at least 1 exchange, and exchanges must not take longer than the forward pass "
+                f"or the backward pass ({whole_s} s)"
             )
 
 

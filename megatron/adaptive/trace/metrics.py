@@ -198,7 +198,7 @@ class RunFigures(RankFigures):
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # Subtract the wait before the first action, which already belongs to the part "before".
+        # The part "before" already includes the wait before the first action, so subtract it here.
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
         ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)

@@ -162,8 +162,8 @@ def _instance(kind: Any, name: str) -> Family:
     for module in OUTER.values():
         if module not in kind.outer_weights.values():
             raise ConfigError(
-                f"{where}: outer_weights does not contain {module}; add the name that this "
-                "module has in the files of your models"
+                f"{where}: outer_weights does not contain {module}; add an entry with the name of "
+                "this module in your model's files"
             )
     family: Family = kind()
     return family

@@ -188,7 +188,7 @@ class _Simulation:
             "dealing": is_unequal and header.dealing == "turns" and len(self._steps[0]) > 1,
         }
         open_settings = [name for name, is_open in settings.items() if is_open]
-        # A run that orders its microbatches also orders them if they are distributed differently.
+        # If the run orders its microbatches, it must order them again after each redistribution.
         was_ordered = header.order not in ("", "given")
         partition = self._best_partition()
         saved: dict[tuple[str, str], float] = {}
