@@ -204,10 +204,10 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
     ("islands", "text"),
     [
         ([{"bandwidth": "1 GB/s"}], "requires either gpus .*; set exactly one"),
-        ([{"gpus": 3, "bandwidth": "1 GB/s"}], "has 3 GPUs; an island must contain a multiple"),
+        ([{"gpus": 3, "bandwidth": "1 GB/s"}], "has 3 GPUs; use a larger multiple of the previous"),
         (
             [{"nodes": 4, "bandwidth": "1 GB/s"}, {"nodes": 6, "bandwidth": "1 GB/s"}],
-            "contain a multiple",
+            "use a larger multiple of the previous",
         ),
     ],
 )
