@@ -274,8 +274,8 @@ class Loop:
         if self._folder is None:
             if local_folder is not None:
                 raise ConfigError(
-                    f"local_folder {local_folder} requires folder, to which checkpoints are "
-                    "copied; pass folder to Pipeline.loop, on storage that all nodes share"
+                    f"local_folder {local_folder} was passed without folder; also pass a folder on "
+                    "storage that all nodes share, to which checkpoints are copied"
                 )
             return None
         local = self._pipeline._checkpointer.prepare(self._folder, local_folder, self._keep)

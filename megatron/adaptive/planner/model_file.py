@@ -425,7 +425,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
     if len(skipped) != num_layers:
         raise ConfigError(
             f"{name}: --window-attn-skip-freq has {len(skipped)} entries, but the model has"
-            f" {num_layers} layers; use one 0 or 1 for each layer"
+            f" {num_layers} layers; the list must contain a 0 or a 1 for each layer"
         )
     return tuple(map(bool, skipped))
 

@@ -313,7 +313,7 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Assigns GPUs to a stage that follows ``position`` stages with the same parallel sizes.
+    """Assigns GPUs to the stage with index ``position``. All stages have the same parallel sizes.
 
     The arguments have the same meaning as in :func:`place_ranks`.
 

@@ -260,7 +260,7 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
 
 
 def _gpu(name: str) -> str:
-    """Returns the name of GPU ``name`` in the table of GPUs, or ``name`` if the GPU is unknown."""
+    """Returns how the table of GPUs spells ``name``, or ``name`` if the GPU is unknown."""
     listed = known_gpu(name)
     return name if listed is None else listed.name
 

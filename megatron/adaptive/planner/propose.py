@@ -61,8 +61,8 @@ class Request:
     Attributes:
         global_batch: Number of samples per step.
         objective: Quantity to minimize, and limits on time and price.
-        options: Settings from which the search may choose. ``partition`` excludes embedding and
-            head here, as in ``--partition``. Within the search, ``partition`` includes them.
+        options: Settings from which the search may choose. As in ``--partition``, the value of
+            ``partition`` does not count embedding and head. The search itself counts them.
     """
 
     global_batch: int

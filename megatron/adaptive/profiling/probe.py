@@ -84,7 +84,7 @@ class ProbedGroup:
 
     Attributes:
         ranks: Global ranks of the group's members, in ascending order.
-        group: Process group of torch.
+        group: torch process group with these ranks.
     """
 
     ranks: Ranks

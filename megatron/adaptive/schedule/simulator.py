@@ -335,7 +335,7 @@ def send(world: World, rank: int, kind: int, stage: int, microbatch: int, now: i
     """Sends the result of an action of ``stage`` to the stage that needs this result.
 
     ``kind`` is the kind of the action, which ended at the time ``now``. ``microbatch`` is the index
-    of its microbatch among those of ``rank``.
+    of the action's microbatch. Each rank numbers its microbatches from 0.
     """
     stages = len(world.first_ranks)
     ranks = len(world.states)

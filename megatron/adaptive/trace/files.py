@@ -168,8 +168,8 @@ class BestEffortFile:
         """Closes the file. This method can be called more than once."""
         file, self._file = self._file, None
         if file is not None:
-            # Ignore errors: NFS may report failed writes only at close(), when they cannot be
-            # undone.
+            # Ignore errors: NFS may report only at close() that earlier writes failed, and it is
+            # too late to write again.
             with contextlib.suppress(OSError):
                 os.close(file)
 

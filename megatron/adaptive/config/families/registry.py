@@ -46,7 +46,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and attention gates",
     "smollm3": _UNROTATED,
 }
-# Error messages about an unknown model do not list keys in `refuse`, except for these keys.
+# Error messages about an unknown model list only these of the keys in `refuse`.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"

@@ -420,7 +420,7 @@ def _objects(file: _RankFile) -> Iterator[bytes]:
         *lines, held = (held + chunk).split(b"\n")
         if len(held) + sum(map(len, parts)) > MOST_LINE_BYTES:
             most = f"more than {MOST_LINE_BYTES >> 20} MiB"
-            raise TraceError(f"{file.path} has a line of {most}; write one batch of spans per line")
+            raise TraceError(f"{file.path}: a line has {most}; write one batch of spans per line")
         for line in lines:
             if parts or line.rstrip() == b"{":
                 parts.append(line)
