@@ -163,7 +163,7 @@ def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
     assert f"{disk}: " in caplog.text
     assert f"the checkpoint of iteration 3 is written directly to {folder}" in caplog.text
     with pytest.raises(
-        ConfigError, match="local_folder x requires folder.* pass folder to Pipeline.loop"
+        ConfigError, match="local_folder x was passed without folder; also pass a folder"
     ):
         trained().run(3, None, local_folder="x")
 

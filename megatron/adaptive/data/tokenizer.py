@@ -185,9 +185,9 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         needed = {END_OF_DOCUMENT, *pre_tokenizers.ByteLevel.alphabet()}
         if missing := needed - vocab.keys():
             raise DataError(
-                f"{vocab_file} lacks {len(missing)} tokens, such as {max(missing, key=len)!r}, so "
-                "text would be lost; use a GPT-2 vocabulary with a token for each byte value, and "
-                f"with {END_OF_DOCUMENT}"
+                f"{vocab_file} lacks {max(missing, key=len)!r} (missing tokens: {len(missing)}), "
+                "so text would be lost; use a GPT-2 vocabulary with a token for each byte value, "
+                f"and with {END_OF_DOCUMENT}"
             )
         _check_merges(vocab, merges, Path(vocab_file), Path(merge_file))
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
