@@ -297,3 +297,23 @@ def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.Monkey
         "allows ranks to share a GPU"
     }
     assert all(answer.backend == "nccl" for answer in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]
+
+
+def test_imports_are_no_longer_frozen_at_exit() -> None:
+    """Checks the state in which libraries such as triton look for objects that were not freed."""
+    code = (
+        "import atexit, gc\n"
+        "from megatron.adaptive import accelerator\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "accelerator.freeze_imports()\n"
+        "print(gc.get_freeze_count() > 1000)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["True", "0"]
